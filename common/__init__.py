@@ -1,0 +1,1 @@
+"""What every tutorial repeats and none of them teaches."""

@@ -1,0 +1,37 @@
+"""Checkpoints: written whole or not at all, read with `weights_only=True`, and only those of the same example."""
+
+import torch
+
+from common.cli import refuse, starts_rank
+from common.report import replacing
+
+
+def save(args, state):
+    """Write `state` (tensors and plain Python values) to `args.checkpoint`."""
+    with replacing(args.checkpoint) as temporary:
+        torch.save({"example": args.example, **state}, temporary)
+
+
+def load(args):
+    """The state in `args.checkpoint`, as `save` was given it, on the CPU.
+
+    Raises:
+        SystemExit: 2 after one line, if the file is missing, truncated or not a checkpoint of this example.
+    """
+    try:
+        state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        refuse("--checkpoint", args.checkpoint, "an existing file with --resume")
+    except Exception:  # whatever torch.load makes of bytes that it did not write
+        state = None
+    if not isinstance(state, dict) or state.get("example") != args.example:
+        refuse("--checkpoint", args.checkpoint, f"a whole checkpoint of {args.example}: this file is something else")
+    return state
+
+
+def inspect(args):
+    """Before any process starts: the state to resume from, or None; never lose a file that is not a checkpoint."""
+    if args.checkpoint is None or not starts_rank(args, 0):
+        return None
+    state = load(args) if args.resume or args.checkpoint.exists() else None
+    return state if args.resume else None

@@ -1,0 +1,99 @@
+"""What a run tells: lines with a role, a progress bar, metrics.json, and the one plot style."""
+
+import contextlib
+import json
+import os
+import platform
+import sys
+
+import torch
+from tqdm import tqdm
+
+from common.launch import core_count
+
+
+def log(role, text):
+    """Print one line with its role, above the progress bar if there is one: `[agent] episode 10 ...`."""
+    tqdm.write(f"[{role}] {text}", file=sys.stdout)
+    sys.stdout.flush()
+
+
+def progress(total, unit, initial=0):
+    """A tqdm bar on a terminal; one that shows nothing elsewhere, where the plain lines of `log` do."""
+    return tqdm(total=total, unit=unit, initial=initial, disable=not sys.stderr.isatty(), dynamic_ncols=True)
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """Yield a temporary path beside `path`, which takes its place at the end: whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_metrics(args, metrics, backend):
+    """Write `metrics` and what they ran on to `<output_dir>/metrics.json`; the whole dict.
+
+    Args:
+        args: the parsed flags.
+        metrics: the example's own keys, with `wall_s` from `launch`.
+        backend: gloo, nccl or tensorpipe.
+    """
+    device = "cpu" if args.device == "cpu" or not torch.cuda.is_available() else torch.cuda.get_device_name()
+    ran_on = {"example": args.example, "world_size": args.world_size, "device": device, "backend": backend,
+              "seed": args.seed, "torch": torch.__version__, "python": platform.python_version(),
+              "cpu_count": core_count()}
+    whole = {**ran_on, **metrics}
+    with replacing(args.output_dir / "metrics.json") as temporary:
+        temporary.write_text(json.dumps(whole, indent=1) + "\n")
+    return whole
+
+
+def compare(ours, oracle, tolerances, scale_at_least=0.0):
+    """Print how far each of our results is from the oracle's; SystemExit(1) if one is further than its tolerance.
+
+    Args:
+        ours, oracle: `{what: tensor or list of numbers}`.
+        tolerances: `{what: largest allowed difference, as a share of the oracle's largest entry}`.
+        scale_at_least: take this for the largest entry where that is smaller, so that noise is not held against noise.
+
+    Returns:
+        `{what: that difference}`.
+    """
+    differences = {}
+    for what, tolerance in tolerances.items():
+        a, b = torch.as_tensor(ours[what]), torch.as_tensor(oracle[what])
+        scale = max(b.abs().max().item(), scale_at_least) or 1.0
+        difference = (a - b).abs().max().item() / scale if a.shape == b.shape else float("inf")
+        differences[what] = difference
+        verdict = "ok" if difference <= tolerance else "FAIL"  # FAIL for NaN too
+        log("check", f"{what}: differs by {difference:.1e} (tolerance {tolerance:.0e}) {verdict}")
+    if not all(differences[what] <= tolerance for what, tolerance in tolerances.items()):
+        raise SystemExit(1)
+    return differences
+
+
+@contextlib.contextmanager
+def picture(path, title, xlabel, ylabel):
+    """Yield matplotlib axes in the style of this project; save them as the PNG `path`.
+
+    Args:
+        path: of the PNG, written whole or not at all.
+        title, xlabel, ylabel: with units.
+    """
+    from matplotlib.figure import Figure  # here: the workers need not pay for the import; no pyplot, no display
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    yield axes
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png")

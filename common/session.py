@@ -1,0 +1,106 @@
+"""Join a process group or an RPC world, do the work of a `with` block, and leave: never hang, in either direction."""
+
+import contextlib
+import os
+import threading
+from datetime import timedelta
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+
+_goodbye = torch.futures.Future()  # completed once this process has left its `with rpc_session(...)` block
+
+
+@contextlib.contextmanager
+def process_group(rank, world_size, timeout, device="cpu"):
+    """A process group for the length of a `with` block (tutorials 6_3, 6_4): gloo, or nccl where it can be.
+
+    Args:
+        rank, world_size: of this process and of the group, which may be smaller than the RPC world beside it.
+        timeout: seconds that joining or any one collective may wait for the others.
+        device: where the tensors of the collectives live.
+
+    Yields:
+        The backend's name.
+    """
+    backend = backend_for(device)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, os.environ["INIT_METHOD"], timeout=limit, rank=rank, world_size=world_size)
+    try:
+        yield backend
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def rpc_session(name, rank, world_size, timeout, num_worker_threads=16):
+    """Make this process the RPC worker `name` for the length of a `with` block (tutorials 6_5 to 6_9).
+
+    A passive role (an observer, a parameter server) has an empty block: it serves until everyone has left theirs.
+
+    Args:
+        name: unique among the workers.
+        rank, world_size: of this process and of the RPC world.
+        timeout: seconds that joining, leaving or any one RPC may take; a call may pass its own `timeout`.
+        num_worker_threads: how many incoming RPCs this process executes at a time.
+
+    Raises:
+        RuntimeError: on joining, if the others do not come in time; on leaving, if one of them died.
+    """
+    global _goodbye
+    _goodbye = torch.futures.Future()
+    store = _rendezvous(rank, world_size, timeout)  # noqa: F841  held: on rank 0 it is the server of all
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=os.environ["INIT_METHOD"], rpc_timeout=timeout, num_worker_threads=num_worker_threads
+    )
+    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    yield
+    # Only after a block without error: rpc.shutdown waits for all workers, also for one that is dead. So wait for
+    # everyone's goodbye first. The call is open as long as the other works, however long (timeout=0), and it fails
+    # at once when the other dies.
+    everyone = [worker.name for worker in rpc.api._get_current_rpc_agent().get_worker_infos()]
+    farewells = {other: rpc.rpc_async(other, _until_goodbye, timeout=0) for other in everyone if other != name}
+    _goodbye.set_result(None)
+    for other, farewell in farewells.items():
+        _wait(farewell, f"{other} ended without a goodbye")
+    rpc.shutdown(timeout=timeout)
+
+
+@rpc.functions.async_execution
+def _until_goodbye():
+    return _goodbye
+
+
+def _wait(future, complaint):
+    """Wait for a future where signals are heard too: `future.wait()` itself sleeps in C++."""
+    done = threading.Event()
+    future.then(lambda _: done.set())
+    done.wait()
+    try:
+        future.wait()
+    except RuntimeError as error:
+        raise RuntimeError(complaint) from error
+
+
+def _rendezvous(rank, world_size, timeout):
+    """Wait for all processes at a tcp:// store: `init_rpc` alone would wait half an hour for a missing one."""
+    url = urlparse(os.environ["INIT_METHOD"])
+    if url.scheme != "tcp":
+        return None
+    limit = timedelta(seconds=timeout)
+    return dist.TCPStore(url.hostname, url.port, world_size, rank == 0, limit, wait_for_workers=True, multi_tenant=True)
+
+
+def device_for(choice):
+    """The torch.device of this process for `--device auto|cpu|cuda`; ranks share GPUs when there are fewer."""
+    if choice == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+
+
+def backend_for(device):
+    """`nccl` only when every rank of this machine has a GPU of its own, else `gloo`, which also shares one."""
+    own_gpu = torch.device(device).type == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
+    return "nccl" if own_gpu else "gloo"

@@ -1,0 +1,346 @@
+r"""CartPole over RPC: observers play, one agent decides and learns (tutorial 6_5, first half).
+
+The policy is small and the environments are many, so the policy stays in one place: each observer steps its own
+CartPole and asks the agent for every action over RPC; after each episode the agent trains on what it recorded.
+
+    rank 0 "agent"                                            rank 1 "observer1"
+    +-------------------------+   run_episode(agent_rref)    +-----------------------+
+    | Policy, optimizer       | ---------------------------> | CartPole-v1           |
+    | states, actions,        |   select_action(id, state,   |                       |
+    | rewards per observer    | <-- the last reward)   ----- | while not done:       |
+    |                         | -------- action -----------> |   env.step(action)    |
+    | finish_episode():       |                              +-----------------------+
+    |   REINFORCE, one step   | <-------------------------->   rank 2 "observer2" ...
+    +-------------------------+
+
+    python rpc_rl/main.py --world_size 3                         all processes here
+    python rpc_rl/main.py --check                                the same numbers as a single process?
+    torchrun --nproc_per_node 3 rpc_rl/main.py                   under torchrun
+    python rpc_rl/main.py --world_size 3 --rank 1 \
+        --master_addr HOST --master_port 29500                   one rank per terminal or machine
+
+Last line: CartPole-v1 solved in 253 episodes: running reward 475.4 (threshold 475), 161292 steps, 1400 steps/s
+"""
+
+import time
+
+import gymnasium as gym
+import torch
+from torch import nn
+from torch.distributed import rpc
+from torch.distributed.rpc import RRef
+from torch.distributions import Categorical
+from torch.nn import functional as F
+
+from common import checkpoint, report
+from common.cli import Parser, bounded, refuse
+from common.launch import launch
+from common.session import device_for, rpc_session
+from rpc_rl.single_process import play_alone
+
+ENV_NAME = "CartPole-v1"
+AGENT_NAME = "agent"
+OBSERVER_NAME = "observer{}"
+HIDDEN, DROPOUT = 128, 0.6
+RPC_THREADS = 2  # more only queue for the interpreter lock: 16, the default, makes 15% fewer steps per second
+EPS = torch.finfo(torch.float32).eps
+
+
+def role_name(rank, world_size):
+    """Rank 0 is the agent, all others are observers."""
+    return AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
+
+
+class Policy(nn.Module):
+    """The tutorial's network, with its dropout mask as an argument.
+
+    The agent acts without a graph and computes the log-probabilities of a whole episode afterwards, in one batch: it
+    must use the mask that was in force when it acted. `nn.Dropout` would draw another one.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.affine1 = nn.Linear(4, HIDDEN)
+        self.affine2 = nn.Linear(HIDDEN, 2)
+
+    @staticmethod
+    def draw_masks(n_steps, generator):
+        """What `nn.Dropout` multiplies with: 0 or 1 / (1 - p), of shape (n_steps, HIDDEN)."""
+        keep = torch.full((n_steps, HIDDEN), 1 - DROPOUT)
+        return torch.bernoulli(keep, generator=generator) / (1 - DROPOUT)
+
+    def forward(self, x, mask):
+        """States (..., 4) and masks (..., HIDDEN) to the probabilities (..., 2) of pushing left and right."""
+        x = self.affine1(x) * mask
+        x = F.relu(x)
+        action_scores = self.affine2(x)
+        return F.softmax(action_scores, dim=-1)
+
+
+class Observer:
+    """Owns one environment and plays the episodes that the agent asks for; lives on an observer's process."""
+
+    def __init__(self, rpcs_per_step):
+        self.id = rpc.get_worker_info().id
+        self.rpcs_per_step = rpcs_per_step
+        self.env = gym.make(ENV_NAME, disable_env_checker=True)
+
+    def run_episode(self, agent_rref, n_steps, seed):
+        """Play one episode of at most `n_steps` steps, asking the agent for each action; whether the pole fell."""
+        agent = agent_rref.rpc_sync()
+        state, _ = self.env.reset(seed=seed)
+        reward = None
+        for _ in range(n_steps):
+            # Send the state to the agent, get an action. Plain numbers: they travel cheaper than a tiny tensor.
+            if self.rpcs_per_step == 1:
+                action = agent.select_action(self.id, state.tolist(), reward)  # the last reward rides along
+            else:
+                action = agent.select_action(self.id, state.tolist())
+
+            # Apply the action to the environment, get the reward.
+            state, reward, terminated, truncated, _ = self.env.step(action)
+
+            # Report the reward to the agent, for its training.
+            if self.rpcs_per_step == 2:
+                agent.report_reward(self.id, reward)
+
+            if terminated or truncated:
+                break
+        if self.rpcs_per_step == 1:
+            agent.report_reward(self.id, reward)  # the last one has no next state to ride with
+        return terminated
+
+
+def discounted_returns(rewards, gamma, after=0.0):
+    """The return of each step of one episode: R_t = r_t + gamma * R_(t+1).
+
+    Args:
+        rewards: one number per step.
+        gamma: discount, 0 to 1.
+        after: the return behind the last step.
+
+    Returns:
+        A list as long as `rewards`.
+    """
+    returns, R = [], after
+    for r in reversed(rewards):
+        R = r + gamma * R
+        returns.append(R)
+    return returns[::-1]
+
+
+class Agent:
+    """Decides for all observers and learns from them; lives on rank 0, master and trainer at once."""
+
+    def __init__(self, world_size, args):
+        self.gamma, self.time_limit = args.gamma, args.time_limit
+        self.device = device_for(args.device)
+        torch.manual_seed(args.seed)
+        self.policy = Policy().to(self.device)
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=args.lr)
+        self.n_steps = max(1, args.total_steps_per_episode // (world_size - 1))
+        self.n_steps = min(self.n_steps, gym.spec(ENV_NAME).max_episode_steps)
+        self.history = {"episodes": 0, "env_steps": 0, "running_reward": 0.0, "rewards": [], "running_rewards": []}
+
+        self.agent_rref = RRef(self)  # what the observers call back
+        self.ob_rrefs, self.generators = {}, {}
+        for ob_rank in range(1, world_size):
+            ob_info = rpc.get_worker_info(OBSERVER_NAME.format(ob_rank))
+            self.ob_rrefs[ob_info.id] = rpc.remote(ob_info, Observer, args=(args.rpcs_per_step,))
+            # A generator per observer, with its own seed: rollouts differ, and whichever request comes first, one
+            # --seed gives one training.
+            self.generators[ob_info.id] = torch.Generator().manual_seed(1000 * args.seed + ob_info.id)
+
+    def select_action(self, ob_id, state, reward=None):
+        """Called by an observer over RPC: take the last reward, if it came along, and choose an action, 0 or 1."""
+        if reward is not None:
+            self.report_reward(ob_id, reward)
+        step = len(self.states[ob_id])
+        with torch.inference_mode():
+            probs = self.policy(torch.tensor(state, device=self.device), self.masks[ob_id][step])
+        # A uniform number falls above P(left) with probability P(right).
+        action = int(self.uniforms[ob_id][step] > probs[0].item())
+        self.states[ob_id].append(state)
+        self.actions[ob_id].append(action)
+        return action
+
+    def report_reward(self, ob_id, reward):
+        """Called by an observer over RPC after each step, unless the reward rides along with the next state."""
+        self.rewards[ob_id].append(reward)
+
+    def run_episode(self):
+        """Let every observer play one episode, all at the same time, and wait for all of them."""
+        self.states, self.actions, self.rewards = ({ob_id: [] for ob_id in self.ob_rrefs} for _ in range(3))
+        # All randomness of the episode in a few large draws, instead of several tiny ones in every step.
+        self.masks, self.uniforms, seeds = {}, {}, {}
+        for ob_id, generator in self.generators.items():
+            self.masks[ob_id] = Policy.draw_masks(self.n_steps, generator).to(self.device)
+            self.uniforms[ob_id] = torch.rand(self.n_steps, generator=generator).tolist()
+            seeds[ob_id] = torch.randint(2**31, (), generator=generator).item()
+
+        futs = {}
+        for ob_id, ob_rref in self.ob_rrefs.items():
+            # Asynchronous RPCs, so that the observers play together; each calls back: nested RPCs.
+            futs[ob_id] = ob_rref.rpc_async().run_episode(self.agent_rref, self.n_steps, seeds[ob_id])
+        self.fell = {ob_id: fut.wait() for ob_id, fut in futs.items()}
+
+    def log_probs(self):
+        """Log-probabilities of the recorded actions, observer after observer, with their graph: shape (steps,)."""
+        states, actions = (torch.cat([torch.tensor(episode) for episode in recorded.values()]).to(self.device)
+                           for recorded in (self.states, self.actions))
+        masks = torch.cat([self.masks[ob_id][: len(episode)] for ob_id, episode in self.states.items()])
+        return Categorical(self.policy(states, masks), validate_args=False).log_prob(actions)
+
+    def returns(self):
+        """Normalised returns of the recorded steps, observer after observer: shape (steps,)."""
+        returns = []
+        for ob_id, rewards in self.rewards.items():
+            # Observer by observer: over the joined rewards, the returns of one would leak into another's.
+            # And an episode cut off by its time limit did not end there: without more knowledge, as if its last
+            # reward went on forever. The old gym had one `done` for both, and punished perfect balance at the limit.
+            goes_on = self.time_limit == "continue" and not self.fell[ob_id]
+            after = rewards[-1] / max(1 - self.gamma, EPS) if goes_on else 0.0
+            returns += discounted_returns(rewards, self.gamma, after)
+        returns = torch.tensor(returns, dtype=torch.float64)  # equal returns must stay equal: no noise to blow up
+        return ((returns - returns.mean()) / (returns.std(correction=0) + EPS)).to(self.device, torch.float32)
+
+    def policy_loss(self):
+        """REINFORCE: minus the sum over the recorded steps of log-probability times normalised return."""
+        return -(self.log_probs() * self.returns()).sum()
+
+    def finish_episode(self):
+        """Train on the recorded episodes; returns the reward of the worst observer. No RPC here."""
+        self.optimizer.zero_grad()
+        self.policy_loss().backward()
+        self.optimizer.step()
+
+        min_reward = min(sum(rewards) for rewards in self.rewards.values())
+        history = self.history
+        history["episodes"] += 1
+        history["env_steps"] += sum(map(len, self.rewards.values()))
+        history["running_reward"] = 0.05 * min_reward + (1 - 0.05) * history["running_reward"]
+        history["rewards"].append(min_reward)
+        history["running_rewards"].append(history["running_reward"])
+        return min_reward
+
+    def state_dict(self):
+        """All that a training needs to go on exactly as if it had never stopped."""
+        generators = {ob_id: generator.get_state() for ob_id, generator in self.generators.items()}
+        return {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "generators": generators, "history": self.history}
+
+    def load_state_dict(self, state, lr):
+        """Go on from a `state_dict`, with the learning rate of this run."""
+        self.policy.load_state_dict(state["policy"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.param_groups[0]["lr"] = lr
+        for ob_id, generator in self.generators.items():
+            generator.set_state(state["generators"][ob_id])
+        self.history = state["history"]
+
+
+def run_worker(rank, world_size, args):
+    """Rank 0 trains and returns the metrics; the others wait passively for its commands."""
+    with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout, RPC_THREADS):
+        if rank != 0:
+            return None
+        agent = Agent(world_size, args)
+        if args.resume:
+            agent.load_state_dict(checkpoint.load(args), args.lr)
+        history, resumed_steps, started = agent.history, agent.history["env_steps"], time.perf_counter()
+        with report.progress(args.max_episodes, "episode", history["episodes"]) as bar:
+            while history["running_reward"] <= args.reward_threshold and history["episodes"] < args.max_episodes:
+                agent.run_episode()
+                last_reward = agent.finish_episode()
+
+                bar.set_postfix_str(f"running reward {history['running_reward']:.1f}", refresh=False)
+                bar.update()
+                if history["episodes"] % args.log_interval == 0:
+                    report.log(AGENT_NAME, f"episode {history['episodes']}  last reward {last_reward:.0f}  "
+                                           f"running reward {history['running_reward']:.2f}")
+                    if args.checkpoint:
+                        checkpoint.save(args, agent.state_dict())
+        train_s = time.perf_counter() - started
+        if args.checkpoint:
+            checkpoint.save(args, agent.state_dict())
+        return {"solved": history["running_reward"] > args.reward_threshold,
+                "env_steps_per_s": (history["env_steps"] - resumed_steps) / train_s, **history}
+
+
+def record_episode(rank, world_size, args):
+    """For `check`: what the agent recorded of one episode over RPC, and the gradient it would train with."""
+    with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout, RPC_THREADS):
+        if rank != 0:
+            return None
+        agent = Agent(world_size, args)
+        agent.run_episode()
+        gradient = torch.autograd.grad(agent.policy_loss(), list(agent.policy.parameters()))
+        gradient = torch.cat([g.flatten() for g in gradient])
+        return {"actions": sum(agent.actions.values(), []), "rewards": sum(agent.rewards.values(), []),
+                "log_probs": agent.log_probs().tolist(), "gradient": gradient.tolist()}
+
+
+def check(args):
+    """Hold one episode over RPC against a single process; the differences, or None where nothing is reported."""
+    recorded = launch(record_episode, args, role_name)
+    if recorded is None:
+        return None
+    torch.manual_seed(args.seed)
+    alone = play_alone(Policy(), gym.make(ENV_NAME), args)
+    # Same seeds, same draws: actions and rewards are equal to the bit. The agent computes its log-probabilities in one
+    # batch, the oracle one by one: float32 sums in another order, off by a few 1e-7 of the largest entry.
+    tolerances = {"actions": 0, "rewards": 0, "log_probs": 1e-5, "gradient": 1e-5}
+    return report.compare(recorded, alone, tolerances, scale_at_least=1.0)
+
+
+def plot(metrics, args):
+    """Draw `learning_curve.png`."""
+    title = f"{ENV_NAME} over RPC: {args.world_size - 1} observers, one agent"
+    with report.picture(args.output_dir / "learning_curve.png", title, "episode", "reward (steps balanced)") as axes:
+        episodes = range(1, metrics["episodes"] + 1)
+        axes.plot(episodes, metrics["rewards"], ".", color="0.7", markersize=4, label="worst observer")
+        axes.plot(episodes, metrics["running_rewards"], color="C0", linewidth=2, label="running reward")
+        axes.axhline(args.reward_threshold, color="C3", linestyle="--", label=f"solved: {args.reward_threshold:g}")
+        axes.legend(loc="upper left", frameon=False)
+
+
+def build_parser():
+    """The flags of this example."""
+    parser = Parser("rpc_rl", __doc__, world_size=3, min_world_size=2)
+    add, count = parser.add_argument, bounded(int, at_least=1)
+    add("--gamma", type=bounded(float, at_least=0, at_most=1), default=0.99, help="how much to value future rewards")
+    add("--lr", type=bounded(float, above=0), default=0.01, help="learning rate of Adam")
+    add("--log_interval", type=count, default=10, metavar="N", help="episodes from one line to the next")
+    add("--total_steps_per_episode", type=count, default=5000, metavar="N", help="at most; the observers share them")
+    add("--max_episodes", type=count, default=2000, metavar="N", help="give up after so many")
+    add("--reward_threshold", type=bounded(float, above=0), default=gym.spec(ENV_NAME).reward_threshold, metavar="R",
+        help="solved when the running reward is above it")
+    add("--rpcs_per_step", type=int, choices=[1, 2], default=1,
+        help="2: select_action, then report_reward (the tutorial); 1: the reward rides along with the next state")
+    add("--time_limit", choices=["continue", "end"], default="continue",
+        help="what lies behind an episode that ran out of time: more of the same reward, or nothing (the tutorial)")
+    parser.add_checkpoint_flags()
+    return parser
+
+
+def main(argv=None):
+    """Train, or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
+    args = build_parser().parse_args(argv)
+    state = checkpoint.inspect(args)
+    if state and len(state["generators"]) != args.world_size - 1:
+        refuse("--world_size", args.world_size, f"{len(state['generators']) + 1}, as in the checkpoint")
+    if args.check:
+        return check(args)
+    metrics = launch(run_worker, args, role_name)
+    if metrics is None:
+        return None
+    metrics = report.save_metrics(args, metrics, backend="tensorpipe")
+    plot(metrics, args)
+    print(f"{ENV_NAME} {'solved' if metrics['solved'] else 'not solved'} in {metrics['episodes']} episodes: "
+          f"running reward {metrics['running_reward']:.1f} (threshold {args.reward_threshold:g}), "
+          f"{metrics['env_steps']} environment steps at {metrics['env_steps_per_s']:.0f} steps/s")
+    return metrics
+
+
+if __name__ == "__main__":
+    main()
