@@ -69,7 +69,10 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _checked(self, flag, value):
-        return self._get_value(self._option_string_actions[flag], value)
+        try:
+            return self._get_value(self._option_string_actions[flag], value)
+        except argparse.ArgumentError as error:
+            self.error(str(error))
 
     def error(self, message):
         """One line instead of argparse's usage and line."""

@@ -77,18 +77,22 @@ def _run_ranks_started_here(run_worker, args, role_name):
         # Nothing may interrupt the start half-way. The children inherit the block until they have imported torch.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         spawned = (run_worker, args, places, init_method, folder)
-        processes = mp.spawn(_run_spawned, spawned, nprocs=len(ranks), join=False).processes
+        with _quiet_survivors():
+            processes = mp.spawn(_run_spawned, spawned, nprocs=len(ranks), join=False).processes
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-            failed = _first_failure(processes)
+            failed = _wait_for_failure(dict(zip(ranks, processes, strict=True)))
         except (KeyboardInterrupt, _Terminated) as stop:
-            print(f"\n{stop or 'interrupted'}; stopped {_stop(processes)} processes", file=sys.stderr, flush=True)
-            raise SystemExit(143 if isinstance(stop, _Terminated) else 130) from None
+            status, what = (143, str(stop)) if isinstance(stop, _Terminated) else (130, "interrupted")
+            print(f"\n{what}; stopped {len(ranks)} process{'es'[: 2 * (len(ranks) != 1)]}", file=sys.stderr, flush=True)
+            raise SystemExit(status) from None
         finally:
-            stopped = _stop(processes)
-        if failed is not None:
-            names = {rank: role_name(rank, args.world_size) for rank in range(args.world_size)}
-            _explain(processes[failed], ranks[failed], names, stopped, folder)
+            _stop(processes)
+        if failed:
+            rank, reason = _first_failure(failed, ranks, folder)
+            others = len(ranks) - 1
+            stopped = f"; stopped {others} other process{'es'[: 2 * (others != 1)]}" if others else ""
+            print(f"error: rank {rank} ({role_name(rank, args.world_size)}) {reason}{stopped}", file=sys.stderr)
             raise SystemExit(1)
         results = list(folder.glob("result"))
         return json.loads(results[0].read_text()) if results else None
@@ -105,7 +109,7 @@ def _run_spawned(index, run_worker, args, places, init_method, folder):
         if result is not None:
             (folder / "result").write_text(json.dumps(result))
     except Exception as error:
-        story = {"type": type(error).__name__, "traceback": traceback.format_exc().rstrip()}
+        story = {"at": time.time(), "type": type(error).__name__, "traceback": traceback.format_exc().rstrip()}
         (folder / f"error{os.environ['RANK']}").write_text(json.dumps(story))
         _exit_now(1)
 
@@ -150,17 +154,16 @@ def _exit_now(status):
     os._exit(status)
 
 
-def _first_failure(processes):
-    """Wait until all processes have ended well (None) or one has not (its index)."""
-    running = {process.sentinel: process for process in processes}
+def _wait_for_failure(processes):
+    """Wait until a process fails or all have ended well; `{rank: exit status}` of those that have failed by then."""
+    running = {process.sentinel: process for process in processes.values()}
     while running:
         ended = [running.pop(sentinel) for sentinel in connection.wait(list(running))]
         for process in ended:
             process.join()
-        failed = [process for process in ended if process.exitcode != 0]
-        if failed:  # of several: one that was killed (exitcode < 0) before one that only lost its peer
-            return processes.index(min(failed, key=lambda process: process.exitcode))
-    return None
+        if any(process.exitcode for process in ended):
+            return {rank: process.exitcode for rank, process in processes.items() if process.exitcode}
+    return {}
 
 
 def _stop(processes):
@@ -176,23 +179,21 @@ def _stop(processes):
     return len(running)
 
 
-def _explain(process, rank, names, stopped, folder):
-    """Print the failed worker's traceback, if it left one, and the one line that says who and why."""
-    error = folder / f"error{rank}"
-    if error.exists():
-        story = json.loads(error.read_text())
-        print(story["traceback"], file=sys.stderr)
-        reason = f"raised {story['type']}"
-        # An exception that came over RPC names the worker in which it was raised.
-        origin = re.findall(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\s*(\w+)", story["traceback"])
-        if origin:
-            rank, reason = int(origin[-1][0]), f"raised {origin[-1][1]}"
-    elif process.exitcode < 0:
-        reason = f"was killed by {signal.Signals(-process.exitcode).name}"
-    else:
-        reason = f"exited with status {process.exitcode}"
-    others = f"; stopped {stopped} other process{'' if stopped == 1 else 'es'}" if len(names) > 1 else ""
-    print(f"error: rank {rank} ({names[rank]}) {reason}{others}", file=sys.stderr, flush=True)
+def _first_failure(failed, ranks, folder):
+    """Which rank failed first, and how; prints its traceback if it left one and it has not been shown yet."""
+    told = {rank: folder / f"error{rank}" for rank in ranks if (folder / f"error{rank}").exists()}
+    for rank, status in failed.items():
+        if rank not in told:  # it ended without a word; if others raised, it was because they had lost it
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+            return rank, how
+    stories = {rank: json.loads(path.read_text()) for rank, path in told.items()}
+    rank, story = min(stories.items(), key=lambda item: item[1]["at"])
+    # What came over RPC names the worker where it was raised; RPC has shown the traceback there.
+    origin = re.findall(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\s*(\w+)", story["traceback"])
+    if origin and int(origin[-1][0]) in ranks:
+        return int(origin[-1][0]), f"raised {origin[-1][1]}"
+    print(story["traceback"], file=sys.stderr)
+    return (int(origin[-1][0]), f"raised {origin[-1][1]}") if origin else (rank, f"raised {story['type']}")
 
 
 @contextlib.contextmanager
@@ -200,6 +201,20 @@ def _run_folder():
     """A folder of this run alone, for the store, the result and the tracebacks: two runs never meet."""
     with tempfile.TemporaryDirectory(prefix="distributed-tutorials-") as folder:
         yield Path(folder)
+
+
+@contextlib.contextmanager
+def _quiet_survivors():
+    """Start processes that do not each warn, in C++, of every connection a dead peer has closed: we say it once."""
+    level = "TORCH_CPP_LOG_LEVEL"
+    if level in os.environ:
+        yield
+        return
+    os.environ[level] = "ERROR"
+    try:
+        yield
+    finally:
+        del os.environ[level]
 
 
 class _Terminated(BaseException):

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import sys
+import threading
 
 import torch
 from tqdm import tqdm
@@ -12,15 +13,21 @@ from tqdm import tqdm
 from common.launch import core_count
 
 
+class Bar(tqdm):
+    """A tqdm bar with a plain lock: tqdm's own is a semaphore of the system, and a killed process would leave it."""
+
+    _lock = threading.RLock()
+
+
 def log(role, text):
     """Print one line with its role, above the progress bar if there is one: `[agent] episode 10 ...`."""
-    tqdm.write(f"[{role}] {text}", file=sys.stdout)
+    Bar.write(f"[{role}] {text}", file=sys.stdout)
     sys.stdout.flush()
 
 
 def progress(total, unit, initial=0):
     """A tqdm bar on a terminal; one that shows nothing elsewhere, where the plain lines of `log` do."""
-    return tqdm(total=total, unit=unit, initial=initial, disable=not sys.stderr.isatty(), dynamic_ncols=True)
+    return Bar(total=total, unit=unit, initial=initial, disable=not sys.stderr.isatty(), dynamic_ncols=True)
 
 
 @contextlib.contextmanager
@@ -95,5 +102,7 @@ def picture(path, title, xlabel, ylabel):
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     yield axes
+    if axes.get_legend_handles_labels()[1]:  # below the axes, where it hides no point
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")

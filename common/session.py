@@ -28,10 +28,8 @@ def process_group(rank, world_size, timeout, device="cpu"):
     backend = backend_for(device)
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, os.environ["INIT_METHOD"], timeout=limit, rank=rank, world_size=world_size)
-    try:
-        yield backend
-    finally:
-        dist.destroy_process_group()
+    yield backend
+    dist.destroy_process_group()  # not after an error: it would only make the others fail first
 
 
 @contextlib.contextmanager

@@ -26,55 +26,26 @@ import time
 
 import gymnasium as gym
 import torch
-from torch import nn
 from torch.distributed import rpc
 from torch.distributed.rpc import RRef
 from torch.distributions import Categorical
-from torch.nn import functional as F
 
 from common import checkpoint, report
 from common.cli import Parser, bounded, refuse
 from common.launch import launch
 from common.session import device_for, rpc_session
+from rpc_rl.reinforce import Policy, policy_loss
 from rpc_rl.single_process import play_alone
 
 ENV_NAME = "CartPole-v1"
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
-HIDDEN, DROPOUT = 128, 0.6
 RPC_THREADS = 2  # more only queue for the interpreter lock: 16, the default, makes 15% fewer steps per second
-EPS = torch.finfo(torch.float32).eps
 
 
 def role_name(rank, world_size):
     """Rank 0 is the agent, all others are observers."""
     return AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
-
-
-class Policy(nn.Module):
-    """The tutorial's network, with its dropout mask as an argument.
-
-    The agent acts without a graph and computes the log-probabilities of a whole episode afterwards, in one batch: it
-    must use the mask that was in force when it acted. `nn.Dropout` would draw another one.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.affine1 = nn.Linear(4, HIDDEN)
-        self.affine2 = nn.Linear(HIDDEN, 2)
-
-    @staticmethod
-    def draw_masks(n_steps, generator):
-        """What `nn.Dropout` multiplies with: 0 or 1 / (1 - p), of shape (n_steps, HIDDEN)."""
-        keep = torch.full((n_steps, HIDDEN), 1 - DROPOUT)
-        return torch.bernoulli(keep, generator=generator) / (1 - DROPOUT)
-
-    def forward(self, x, mask):
-        """States (..., 4) and masks (..., HIDDEN) to the probabilities (..., 2) of pushing left and right."""
-        x = self.affine1(x) * mask
-        x = F.relu(x)
-        action_scores = self.affine2(x)
-        return F.softmax(action_scores, dim=-1)
 
 
 class Observer:
@@ -109,24 +80,6 @@ class Observer:
         if self.rpcs_per_step == 1:
             agent.report_reward(self.id, reward)  # the last one has no next state to ride with
         return terminated
-
-
-def discounted_returns(rewards, gamma, after=0.0):
-    """The return of each step of one episode: R_t = r_t + gamma * R_(t+1).
-
-    Args:
-        rewards: one number per step.
-        gamma: discount, 0 to 1.
-        after: the return behind the last step.
-
-    Returns:
-        A list as long as `rewards`.
-    """
-    returns, R = [], after
-    for r in reversed(rewards):
-        R = r + gamma * R
-        returns.append(R)
-    return returns[::-1]
 
 
 class Agent:
@@ -191,27 +144,11 @@ class Agent:
         masks = torch.cat([self.masks[ob_id][: len(episode)] for ob_id, episode in self.states.items()])
         return Categorical(self.policy(states, masks), validate_args=False).log_prob(actions)
 
-    def returns(self):
-        """Normalised returns of the recorded steps, observer after observer: shape (steps,)."""
-        returns = []
-        for ob_id, rewards in self.rewards.items():
-            # Observer by observer: over the joined rewards, the returns of one would leak into another's.
-            # And an episode cut off by its time limit did not end there: without more knowledge, as if its last
-            # reward went on forever. The old gym had one `done` for both, and punished perfect balance at the limit.
-            goes_on = self.time_limit == "continue" and not self.fell[ob_id]
-            after = rewards[-1] / max(1 - self.gamma, EPS) if goes_on else 0.0
-            returns += discounted_returns(rewards, self.gamma, after)
-        returns = torch.tensor(returns, dtype=torch.float64)  # equal returns must stay equal: no noise to blow up
-        return ((returns - returns.mean()) / (returns.std(correction=0) + EPS)).to(self.device, torch.float32)
-
-    def policy_loss(self):
-        """REINFORCE: minus the sum over the recorded steps of log-probability times normalised return."""
-        return -(self.log_probs() * self.returns()).sum()
-
     def finish_episode(self):
         """Train on the recorded episodes; returns the reward of the worst observer. No RPC here."""
+        loss = policy_loss(self.log_probs(), self.rewards, self.fell, self.gamma, self.time_limit)
         self.optimizer.zero_grad()
-        self.policy_loss().backward()
+        loss.backward()
         self.optimizer.step()
 
         min_reward = min(sum(rewards) for rewards in self.rewards.values())
@@ -268,16 +205,17 @@ def run_worker(rank, world_size, args):
 
 
 def record_episode(rank, world_size, args):
-    """For `check`: what the agent recorded of one episode over RPC, and the gradient it would train with."""
+    """For `check`: what the agent recorded of one episode over RPC, and the gradient it trained with."""
     with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout, RPC_THREADS):
         if rank != 0:
             return None
         agent = Agent(world_size, args)
         agent.run_episode()
-        gradient = torch.autograd.grad(agent.policy_loss(), list(agent.policy.parameters()))
-        gradient = torch.cat([g.flatten() for g in gradient])
+        log_probs = agent.log_probs().tolist()
+        agent.finish_episode()
+        gradient = torch.cat([parameter.grad.flatten() for parameter in agent.policy.parameters()]).tolist()
         return {"actions": sum(agent.actions.values(), []), "rewards": sum(agent.rewards.values(), []),
-                "log_probs": agent.log_probs().tolist(), "gradient": gradient.tolist()}
+                "log_probs": log_probs, "gradient": gradient}
 
 
 def check(args):
@@ -298,10 +236,9 @@ def plot(metrics, args):
     title = f"{ENV_NAME} over RPC: {args.world_size - 1} observers, one agent"
     with report.picture(args.output_dir / "learning_curve.png", title, "episode", "reward (steps balanced)") as axes:
         episodes = range(1, metrics["episodes"] + 1)
-        axes.plot(episodes, metrics["rewards"], ".", color="0.7", markersize=4, label="worst observer")
+        axes.plot(episodes, metrics["rewards"], ".", color="0.7", markersize=4, label="reward of the worst observer")
         axes.plot(episodes, metrics["running_rewards"], color="C0", linewidth=2, label="running reward")
-        axes.axhline(args.reward_threshold, color="C3", linestyle="--", label=f"solved: {args.reward_threshold:g}")
-        axes.legend(loc="upper left", frameon=False)
+        axes.axhline(args.reward_threshold, color="C3", linestyle="--", label=f"solved above {args.reward_threshold:g}")
 
 
 def build_parser():

@@ -1,0 +1,1 @@
+"""The numbers in the READMEs come from here."""

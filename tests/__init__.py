@@ -1,0 +1,1 @@
+"""The tests run the real scripts, on the CPU, and look at numbers."""

@@ -1,0 +1,110 @@
+"""Start scripts as a user does, find their processes, and see that nothing of them is left."""
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 100  # for one command; a test's own limit is in pyproject.toml
+
+
+def script(*arguments):
+    """The command line of a script of this repository, from any working directory."""
+    path, *rest = map(str, arguments)
+    return [sys.executable, str(ROOT / path), *rest]
+
+
+def commands_in(readme, start="python "):
+    """The commands of a README's code blocks, continued lines joined, each as a list."""
+    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", (ROOT / readme).read_text(), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(start)]
+
+
+def run(command, folder, **options):
+    """Run a command to its end in `folder`."""
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, **options)
+
+
+@contextlib.contextmanager
+def running(command, folder, until=None):
+    """Start a command in a session of its own, wait until a line of its output contains `until`, and yield it.
+
+    Its temporary files go to `folder/tmp`, so that a test can see whether any is left.
+    """
+    (folder / "tmp").mkdir(exist_ok=True)
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "TMPDIR": str(folder / "tmp")},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
+    )  # fmt: skip
+    try:
+        while until is not None:
+            line = process.stdout.readline()
+            assert line, f"ended before {until!r}: {process.stderr.read()}"
+            if until in line:
+                break
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def end(process, within_s=10):
+    """Wait for a process that should end by itself; its remaining stdout and stderr."""
+    return process.communicate(timeout=within_s)
+
+
+def workers(process):
+    """Process ids of the spawned ranks, rank 0 first."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return sorted(ranks)
+
+
+def nothing_left(process, folder):
+    """Assert that no process of the run's session lives and that its temporary folder is empty."""
+    deadline = time.monotonic() + 5
+    while session := [pid for pid in _processes() if _session(pid) == process.pid and _state(pid) != "Z"]:
+        assert time.monotonic() < deadline, f"still running: {session}"
+        time.sleep(0.05)
+    ours = [path for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")]  # torch's cache
+    assert ours == []
+    assert [path for path in folder.rglob(".*.tmp")] == []
+
+
+def _processes():
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _stat(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["Z", "", "", "-1"]  # gone in the meantime
+
+
+def _state(pid):
+    return _stat(pid)[0]
+
+
+def _session(pid):
+    return int(_stat(pid)[3])
+
+
+def listening(pids):
+    """The local addresses, as in /proc/net/tcp and tcp6, on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
+    rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]

@@ -1,0 +1,71 @@
+"""Handwritten digits, and torchvision beside a CPU-only torch."""
+
+import struct
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from common.data import fetch_data, load_data
+from common.vision import import_torchvision
+
+
+def test_digits():
+    train, test = load_data(SimpleNamespace(dataset="digits", data_dir=None))
+    images, labels = train.tensors
+    assert (len(train), len(test)) == (1437, 360)
+    assert images.shape == (1437, 1, 28, 28)
+    assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
+    assert images.mean().item() == pytest.approx(0, abs=1e-4)
+    assert images.std().item() == pytest.approx(1, abs=1e-4)
+    for part in (train, test):  # stratified: each digit has its tenth
+        shares = part.tensors[1].bincount(minlength=10) / len(part)
+        assert shares.numpy() == pytest.approx(0.1, abs=0.005)
+    again, _ = load_data(SimpleNamespace(dataset="digits", data_dir=None))
+    assert torch.equal(again.tensors[0], images)
+    seen = {tuple(image.flatten().tolist()) for image in images}
+    assert not any(tuple(image.flatten().tolist()) in seen for image in test.tensors[0])
+
+
+def write_mnist(folder, counts):
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, count in counts.items():
+        pixels = np.arange(count * 28 * 28, dtype=np.uint8).tobytes()
+        labels = (np.arange(count, dtype=np.uint8) % 10).tobytes()
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, count, 28, 28) + pixels)
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels)
+    return raw
+
+
+def test_mnist_that_is_there(tmp_path):
+    write_mnist(tmp_path, {"train": 30, "t10k": 10})
+    args = SimpleNamespace(dataset="mnist", data_dir=tmp_path)
+    fetch_data(args)
+    train, test = load_data(args)
+    assert train.tensors[0].shape == (30, 1, 28, 28)
+    assert test.tensors[1].tolist() == list(range(10))
+    assert train.tensors[0].mean().item() == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_mnist_that_cannot_be_had(damage, tmp_path, capsys, monkeypatch):
+    if damage == "truncated":
+        raw = write_mnist(tmp_path, {"train": 30, "t10k": 10})
+        images = raw / "train-images-idx3-ubyte"
+        images.write_bytes(images.read_bytes()[:1000])
+    monkeypatch.setattr(import_torchvision().datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
+    with pytest.raises(SystemExit) as stop:
+        fetch_data(SimpleNamespace(dataset="mnist", data_dir=tmp_path))
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert str(tmp_path) in err
+    assert "--dataset digits" in err
+
+
+def test_torchvision_models_work():
+    model = import_torchvision().models.resnet18(num_classes=7)
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+    assert import_torchvision() is import_torchvision()

@@ -1,0 +1,398 @@
+"""Tutorial 6_5, first half."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+import torch
+
+from common import cli
+from common.launch import launch
+from common.session import rpc_session
+from rpc_rl import main as rpc_rl
+from rpc_rl.reinforce import Policy, discounted_returns, policy_loss
+from tests.helpers import ROOT, end, listening, nothing_left, run, running, script, workers
+
+MAIN = "rpc_rl/main.py"
+
+
+def train(folder, *flags):
+    return rpc_rl.main(["--output_dir", str(folder / "out"), *map(str, flags)])
+
+
+# --- what it computes
+
+
+def test_returns_by_hand():
+    assert discounted_returns([1, 1, 1], 0.5) == [1.75, 1.5, 1.0]
+    assert discounted_returns([1, 2, 4], 0.0) == [1, 2, 4]
+    assert discounted_returns([1, 2, 4], 1.0) == [7, 6, 4]
+    assert discounted_returns([1, 1], 0.5, after=2.0) == [2.0, 2.0]
+    assert discounted_returns([], 0.9) == []
+
+
+def test_returns_do_not_leak_between_observers():
+    """The tutorial runs one R over the joined rewards: the first observer's last step would be worth 3, not 1."""
+    fell = {1: True, 2: True}
+    log_probs = torch.zeros(3, requires_grad=True)
+    policy_loss(log_probs, {1: [1.0], 2: [1.0, 1.0]}, fell, gamma=1.0, time_limit="end").backward()
+    returns = torch.tensor([1.0, 2.0, 1.0])
+    expected = -(returns - returns.mean()) / returns.std(correction=0)
+    torch.testing.assert_close(log_probs.grad, expected)
+
+
+def test_running_out_of_time_is_not_a_fall():
+    """Perfect balance up to the limit must not look like a failure near its end."""
+    rewards = {1: [1.0] * 500, 2: [1.0] * 500}
+    gradients = {}
+    for time_limit in ("continue", "end"):
+        log_probs = torch.zeros(1000, requires_grad=True)
+        policy_loss(log_probs, rewards, {1: False, 2: False}, 0.99, time_limit).backward()
+        gradients[time_limit] = -log_probs.grad
+    assert gradients["continue"].abs().max() < 1e-3  # nothing to learn from
+    assert gradients["end"][499] < -2  # the tutorial: the last, perfect step is the worst of all
+
+
+def test_one_step_gives_no_nan():
+    loss = policy_loss(torch.zeros(1), {1: [1.0]}, {1: True}, 0.99, "continue")
+    assert torch.isfinite(loss)
+
+
+def test_dropout_masks_are_dropout():
+    generator = torch.Generator().manual_seed(0)
+    masks = Policy.draw_masks(4000, generator)
+    assert sorted(masks.unique().tolist()) == pytest.approx([0.0, 2.5])
+    assert (masks == 0).float().mean().item() == pytest.approx(0.6, abs=0.01)
+
+
+@pytest.mark.parametrize("flags", [[], ["--world_size", "4", "--rpcs_per_step", "2", "--gamma", "0.5", "--seed", "7"]])
+def test_check_passes(flags, capfd):
+    differences = rpc_rl.main(["--check", *flags])
+    assert differences["actions"] == differences["rewards"] == 0
+    assert differences["log_probs"] < 1e-5
+    assert differences["gradient"] < 1e-5
+    assert capfd.readouterr().out.count(" ok\n") == 4
+
+
+FAULTY = """
+from rpc_rl import main as m
+from rpc_rl.main import Agent, Observer
+{patch}
+if __name__ == "__main__":
+    m.main()
+"""
+
+
+def faulty(folder, patch):
+    """A script that is `main.py` but for a mistake."""
+    path = folder / "faulty.py"
+    path.write_text(FAULTY.format(patch=patch))
+    return [sys.executable, str(path)]
+
+
+def test_check_can_fail(tmp_path):
+    """With the tutorial's returns, over the joined rewards, the check must not pass."""
+    patch = """
+import rpc_rl.main
+honest = rpc_rl.main.policy_loss
+def joined(log_probs, rewards, fell, gamma, time_limit):
+    return honest(log_probs, {1: sum(rewards.values(), [])}, fell, gamma, time_limit)
+rpc_rl.main.policy_loss = joined
+"""
+    result = run([*faulty(tmp_path, patch), "--check"], tmp_path)
+    assert result.returncode == 1
+    assert "gradient: differs by" in result.stdout
+    assert "FAIL" in result.stdout.splitlines()[-1]
+    assert result.stdout.count("FAIL") == 1
+
+
+def observers_start(rank, world_size, args):
+    with rpc_session(rpc_rl.role_name(rank, world_size), rank, world_size, args.timeout):
+        if rank != 0:
+            return None
+        agent = rpc_rl.Agent(world_size, args)
+        agent.run_episode()
+        names = [rref.owner_name() for rref in agent.ob_rrefs.values()]
+        return {"names": names, "first_states": [states[0] for states in agent.states.values()]}
+
+
+def test_observers_differ():
+    """The tutorial seeds all environments alike, and its OBSERVER_NAME is the same for all."""
+    args = rpc_rl.build_parser().parse_args(["--world_size", "3"])
+    result = launch(observers_start, args, rpc_rl.role_name)
+    assert result["names"] == ["observer1", "observer2"]
+    first, second = result["first_states"]
+    assert first != second
+
+
+def test_defaults_can_solve():
+    """The tutorial's cannot: 100 steps shared by the observers against a threshold of 475, and gamma 0.1."""
+    args = rpc_rl.build_parser().parse_args([])
+    assert args.total_steps_per_episode // (args.world_size - 1) >= args.reward_threshold == 475
+    assert args.gamma == 0.99
+
+
+def test_it_learns(tmp_path, capfd):
+    metrics = train(tmp_path, "--reward_threshold", 50, "--max_episodes", 150)
+    assert metrics["solved"]
+    assert metrics["episodes"] == len(metrics["rewards"]) == len(metrics["running_rewards"])
+    assert metrics["running_reward"] == metrics["running_rewards"][-1] > 50
+    assert sum(metrics["rewards"]) < metrics["env_steps"]  # of the worst observer only
+    assert sum(metrics["rewards"][-5:]) > 3 * sum(metrics["rewards"][:5])
+    expected = 0.0
+    for reward in metrics["rewards"]:
+        expected = 0.05 * reward + 0.95 * expected
+    assert metrics["running_reward"] == pytest.approx(expected)
+
+    assert json.loads((tmp_path / "out/metrics.json").read_text()) == metrics
+    ran_on = {"example", "world_size", "device", "backend", "seed", "wall_s", "torch", "python", "cpu_count"}
+    assert ran_on < set(metrics)
+    width, height = struct.unpack(">II", (tmp_path / "out/learning_curve.png").read_bytes()[16:24])
+    assert min(width, height) > 300
+
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
+    assert lines[0].startswith("[agent] episode 10  last reward ")
+    assert lines[-1].startswith(f"CartPole-v1 solved in {metrics['episodes']} episodes: running reward 5")
+    assert err == ""  # a normal run prints no warning
+
+
+def test_resume_continues_as_if_never_stopped(tmp_path):
+    """And both protocols make the same training: only the number of messages differs."""
+    whole = train(tmp_path, "--max_episodes", 6, "--rpcs_per_step", 2)
+    saved = tmp_path / "run.pt"
+    train(tmp_path, "--max_episodes", 3, "--checkpoint", saved)
+    resumed = train(tmp_path, "--max_episodes", 6, "--checkpoint", saved, "--resume")
+    assert resumed["rewards"] == whole["rewards"]
+    assert resumed["env_steps"] == whole["env_steps"]
+    assert torch.load(saved, weights_only=True)["history"]["episodes"] == 6
+
+
+# --- how it is started
+
+
+def test_torchrun(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
+    result = run([*torchrun, ROOT / MAIN, "--max_episodes", "2", "--log_interval", "1"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("not solved in 2 episodes") == 1
+    metrics = json.loads((tmp_path / "outputs/rpc_rl/metrics.json").read_text())
+    assert metrics["episodes"] == 2
+    assert metrics["world_size"] == 3
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def by_hand(rank, port, *flags):
+    place = ["--world_size", 3, "--rank", rank, "--master_addr", "localhost", "--master_port", port]
+    return script(MAIN, *place, *flags)
+
+
+def test_three_terminals(tmp_path):
+    port = free_port()
+    with (running(by_hand(2, port, "--max_episodes", 2), tmp_path) as two,
+          running(by_hand(1, port, "--max_episodes", 2), tmp_path) as one):
+        result = run(by_hand(0, port, "--max_episodes", "2", "--output_dir", tmp_path / "agent"), tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert "not solved in 2 episodes" in result.stdout
+        for observer in (one, two):
+            out, err = end(observer)
+            assert (observer.returncode, out, err) == (0, "", "")
+    assert json.loads((tmp_path / "agent/metrics.json").read_text())["world_size"] == 3
+
+
+def test_a_terminal_that_dies_ends_the_others(tmp_path):
+    """Nobody watches over ranks started by hand: they notice by themselves."""
+    port = free_port()
+    with (running(by_hand(2, port), tmp_path) as two, running(by_hand(1, port), tmp_path) as one,
+          running(by_hand(0, port, "--log_interval", 1), tmp_path, until="episode 2") as agent):
+        os.killpg(agent.pid, signal.SIGKILL)
+        for rank, observer in ((1, one), (2, two)):
+            _, err = end(observer)
+            assert observer.returncode == 1
+            assert err.splitlines()[-1].startswith(f"error: rank {rank} (observer{rank}) raised ")
+
+
+def test_two_runs_at_once(tmp_path):
+    with (running(script(MAIN, "--max_episodes", 2), tmp_path) as one,
+          running(script(MAIN, "--max_episodes", 2), tmp_path) as two):
+        for process in (one, two):
+            out, err = end(process, within_s=60)
+            assert process.returncode == 0, err
+            assert "not solved in 2 episodes" in out
+            nothing_left(process, tmp_path)
+
+
+def test_bar_on_a_terminal(tmp_path):
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    command = script(MAIN, "--max_episodes", 2)
+    process = subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=terminal, timeout=60)
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal says that it is closed
+        while chunk := os.read(screen, 4096):
+            shown += chunk
+    os.close(screen)
+    assert process.returncode == 0
+    assert b"running reward" in shown
+    assert b"2/2" in shown
+
+
+# --- what can go wrong
+
+
+def bad(*flags, says=()):
+    return pytest.param(list(flags), says, id=" ".join(flags))
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    *(bad("--world_size", value, says=("--world_size", value, "at least 2")) for value in ("0", "1", "-3", "two")),
+    *(bad("--gamma", value, says=("--gamma", value, "at most 1")) for value in ("1.5", "nan", "-0.1")),
+    *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "inf")),
+    bad("--rpcs_per_step", "3", says=("--rpcs_per_step", "3", "1, 2")),
+    bad("--rank", "3", "--world_size", "3", "--master_addr", "localhost", says=("--rank", "3", "below")),
+    bad("--rank", "1", says=("--rank", "1", "--master_addr")),
+    bad("--master_addr", "localhost", says=("--master_addr", "localhost", "--rank")),
+    *(bad("--rank", "1", "--master_addr", "localhost", "--master_port", port, says=("--master_port", port, "65535"))
+      for port in ("0", "99999", "abc")),
+    bad("--output_dir", "/dev/null", says=("--output_dir", "/dev/null", "written")),
+    bad("--output_dir", "/proc/1/nowhere", says=("--output_dir", "/proc/1/nowhere", "written")),
+    bad("--checkpoint", "/dev/null/run.pt", says=("--checkpoint", "/dev/null/run.pt", "written")),
+    bad("--resume", says=("--resume", "--checkpoint")),
+    bad("--checkpoint", "/tmp/none/run.pt", "--resume", says=("--checkpoint", "/tmp/none/run.pt", "existing")),
+    bad("--max_episodes", "0", says=("--max_episodes", "0", "at least 1")),
+    bad("--timeout", "0", says=("--timeout", "0", "above 0")),
+    bad("--seed", "x", says=("--seed", "x", "whole number")),
+    bad("--learning_rate", "1", says=("--learning_rate",)),
+    bad("--max", "1", says=("--max",)),
+])
+def test_bad_input(flags, says, capfd, monkeypatch, tmp_path):
+    def started(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.multiprocessing.spawn", started)
+    with pytest.raises(SystemExit) as stop:
+        rpc_rl.main(flags)
+    out, err = capfd.readouterr()
+    assert stop.value.code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    for words in says:
+        assert words in err
+
+
+def test_bad_input_leaves_no_traceback(tmp_path):
+    result = run(script(MAIN, "--gamma", "1.5"), tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "error: argument --gamma: '1.5' is not accepted; give a number at least 0 and at most 1\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so --device cuda is good input")
+def test_cuda_without_gpu(capfd):
+    with pytest.raises(SystemExit) as stop:
+        rpc_rl.main(["--device", "cuda"])
+    assert stop.value.code == 2
+    assert "--device: 'cuda'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["truncated", "foreign", "another example", "text", "other world"])
+@pytest.mark.parametrize("flags", [[], ["--resume"]], ids=["overwrite", "resume"])
+def test_not_a_checkpoint(kind, flags, tmp_path, capfd):
+    path = tmp_path / "run.pt"
+    state = {"generators": {1: 0, 2: 0, 3: 0}, "padding": torch.zeros(10_000)}
+    example = {"foreign": {}, "another example": {"example": "param_server"}}.get(kind, {"example": "rpc_rl"})
+    torch.save({**example, **state}, path)
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[:20_000])
+    elif kind == "text":
+        path.write_text("lr = 0.01\n")
+    elif kind == "other world" and not flags:
+        pytest.skip("a whole checkpoint of this example may be overwritten by a run of another world size")
+    before = path.read_bytes()
+    with pytest.raises(SystemExit) as stop:
+        train(tmp_path, "--checkpoint", path, *flags)
+    assert stop.value.code == 2
+    err = capfd.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert ("--world_size" if kind == "other world" else str(path)) in err
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(("rank", "name"), [(1, "observer1"), (0, "agent")])
+def test_killed(rank, name, tmp_path):
+    command = script(MAIN, "--log_interval", 1, "--checkpoint", tmp_path / "run.pt")
+    with running(command, tmp_path, until="episode 3") as process:
+        os.kill(workers(process)[rank], signal.SIGKILL)
+        _, err = end(process)
+        assert process.returncode == 1
+        line = err.splitlines()[-1]
+        assert line == f"error: rank {rank} ({name}) was killed by SIGKILL; stopped 2 other processes"
+        assert "Traceback" not in err
+        nothing_left(process, tmp_path)
+
+
+def test_observer_raises(tmp_path):
+    patch = """
+honest = Observer.run_episode
+def breaks(self, *arguments):
+    if self.id == 2:
+        raise ValueError("the cart broke")
+    return honest(self, *arguments)
+Observer.run_episode = breaks
+"""
+    with running(faulty(tmp_path, patch), tmp_path) as process:
+        _, err = end(process, within_s=60)
+        assert process.returncode == 1
+        assert err.count("Traceback") == 1
+        assert "the cart broke" in err
+        assert err.splitlines()[-1] == "error: rank 2 (observer2) raised ValueError; stopped 2 other processes"
+        nothing_left(process, tmp_path)
+
+
+@pytest.mark.parametrize(("signum", "status", "says"), [
+    (signal.SIGINT, 130, "interrupted; stopped 3 processes"),
+    (signal.SIGTERM, 143, "ended by SIGTERM; stopped 3 processes"),
+])
+def test_signals(signum, status, says, tmp_path):
+    with running(script(MAIN, "--log_interval", 1), tmp_path, until="episode 2") as process:
+        if signum == signal.SIGINT:
+            os.killpg(process.pid, signum)  # as the terminal does
+        else:
+            os.kill(process.pid, signum)
+        _, err = end(process)
+        assert process.returncode == status
+        assert err.strip() == says
+        nothing_left(process, tmp_path)
+
+
+def test_listens_on_loopback_only(tmp_path):
+    with running(script(MAIN, "--log_interval", 1), tmp_path, until="episode 1") as process:
+        addresses = listening([process.pid, *workers(process)])
+    assert addresses  # gloo and RPC do listen
+    ipv6 = {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    assert set(addresses) <= {"0100007F", *ipv6}
+
+
+def test_help_tells_every_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        rpc_rl.main(["--help"])
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    actions = rpc_rl.build_parser()._actions[1:]  # not --help itself
+    assert text.count("(default: ") == len(actions)
+    assert isinstance(rpc_rl.build_parser(), cli.Parser)
