@@ -8,7 +8,6 @@ import pty
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import termios
 
@@ -20,7 +19,7 @@ from common.launch import launch
 from common.session import rpc_session
 from rpc_rl import main as rpc_rl
 from rpc_rl.reinforce import Policy, discounted_returns, policy_loss
-from tests.helpers import ROOT, end, listening, nothing_left, run, running, script, workers
+from tests.helpers import ROOT, commands_in, end, listening, nothing_left, run, running, script, workers
 
 MAIN = "rpc_rl/main.py"
 
@@ -74,7 +73,7 @@ def test_dropout_masks_are_dropout():
     assert (masks == 0).float().mean().item() == pytest.approx(0.6, abs=0.01)
 
 
-@pytest.mark.parametrize("flags", [[], ["--world_size", "4", "--rpcs_per_step", "2", "--gamma", "0.5", "--seed", "7"]])
+@pytest.mark.parametrize("flags", [[], ["--world_size", "2", "--rpcs_per_step", "2", "--gamma", "0.5", "--seed", "7"]])
 def test_check_passes(flags, capfd):
     differences = rpc_rl.main(["--check", *flags])
     assert differences["actions"] == differences["rewards"] == 0
@@ -141,40 +140,51 @@ def test_defaults_can_solve():
     assert args.gamma == 0.99
 
 
-def test_it_learns(tmp_path, capfd):
-    metrics = train(tmp_path, "--reward_threshold", 50, "--max_episodes", 150)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A training until the running reward is above 50: its folder, metrics and output."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = ["--reward_threshold", "50", "--max_episodes", "150", "--output_dir", "out"]
+    result = run(script(MAIN, *flags), folder)
+    assert result.returncode == 0, result.stderr
+    return folder / "out", json.loads((folder / "out/metrics.json").read_text()), result
+
+
+def test_it_learns(trained):
+    _, metrics, _ = trained
     assert metrics["solved"]
     assert metrics["episodes"] == len(metrics["rewards"]) == len(metrics["running_rewards"])
     assert metrics["running_reward"] == metrics["running_rewards"][-1] > 50
-    assert sum(metrics["rewards"]) < metrics["env_steps"]  # of the worst observer only
     assert sum(metrics["rewards"][-5:]) > 3 * sum(metrics["rewards"][:5])
+    assert metrics["env_steps"] > sum(metrics["rewards"])  # of the worst observer only
     expected = 0.0
     for reward in metrics["rewards"]:
         expected = 0.05 * reward + 0.95 * expected
     assert metrics["running_reward"] == pytest.approx(expected)
 
-    assert json.loads((tmp_path / "out/metrics.json").read_text()) == metrics
-    ran_on = {"example", "world_size", "device", "backend", "seed", "wall_s", "torch", "python", "cpu_count"}
-    assert ran_on < set(metrics)
-    width, height = struct.unpack(">II", (tmp_path / "out/learning_curve.png").read_bytes()[16:24])
-    assert min(width, height) > 300
 
-    out, err = capfd.readouterr()
-    lines = out.splitlines()
+def test_what_a_run_leaves(trained):
+    folder, metrics, result = trained
+    lines = result.stdout.splitlines()
     assert lines[0].startswith("[agent] episode 10  last reward ")
     assert lines[-1].startswith(f"CartPole-v1 solved in {metrics['episodes']} episodes: running reward 5")
-    assert err == ""  # a normal run prints no warning
+    assert result.stderr == ""  # a normal run prints no warning
+    ran_on = {"example", "world_size", "device", "backend", "seed", "wall_s", "torch", "python", "cpu_count"}
+    assert ran_on < set(metrics)
+    width, height = struct.unpack(">II", (folder / "learning_curve.png").read_bytes()[16:24])
+    assert min(width, height) > 300
+    assert sorted(path.name for path in folder.iterdir()) == ["learning_curve.png", "metrics.json"]
 
 
-def test_resume_continues_as_if_never_stopped(tmp_path):
-    """And both protocols make the same training: only the number of messages differs."""
-    whole = train(tmp_path, "--max_episodes", 6, "--rpcs_per_step", 2)
+def test_resume_continues_as_if_never_stopped(trained, tmp_path):
+    """And the first half with the other protocol: only the number of messages differs."""
+    _, whole, _ = trained
     saved = tmp_path / "run.pt"
-    train(tmp_path, "--max_episodes", 3, "--checkpoint", saved)
-    resumed = train(tmp_path, "--max_episodes", 6, "--checkpoint", saved, "--resume")
-    assert resumed["rewards"] == whole["rewards"]
-    assert resumed["env_steps"] == whole["env_steps"]
-    assert torch.load(saved, weights_only=True)["history"]["episodes"] == 6
+    train(tmp_path, "--max_episodes", 3, "--checkpoint", saved, "--rpcs_per_step", 2)
+    resumed = train(tmp_path, "--max_episodes", 12, "--checkpoint", saved, "--resume")
+    assert resumed["rewards"] == whole["rewards"][:12]
+    assert resumed["running_rewards"] == whole["running_rewards"][:12]
+    assert torch.load(saved, weights_only=True)["history"]["episodes"] == 12
 
 
 # --- how it is started
@@ -227,29 +237,31 @@ def test_a_terminal_that_dies_ends_the_others(tmp_path):
 
 
 def test_two_runs_at_once(tmp_path):
-    with (running(script(MAIN, "--max_episodes", 2), tmp_path) as one,
-          running(script(MAIN, "--max_episodes", 2), tmp_path) as two):
-        for process in (one, two):
-            out, err = end(process, within_s=60)
-            assert process.returncode == 0, err
-            assert "not solved in 2 episodes" in out
-            nothing_left(process, tmp_path)
-
-
-def test_bar_on_a_terminal(tmp_path):
+    """The README's command twice, side by side: one writes to a terminal and shows a bar, one does not."""
+    command = [*script(*commands_in("README.md")[0][1:]), "--max_episodes", "5", "--log_interval", "1"]
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    command = script(MAIN, "--max_episodes", 2)
-    process = subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=terminal, timeout=60)
-    os.close(terminal)
+    with running(command, tmp_path, stderr=terminal) as one, running(command, tmp_path, until="episode 1 ") as two:
+        os.close(terminal)
+        addresses = listening([two.pid, *workers(two)])
+        for process in (one, two):
+            out, err = end(process, within_s=60)
+            assert process.returncode == 0
+            assert not err  # no warning
+            assert "not solved in 5 episodes" in out.splitlines()[-1]
+            nothing_left(process, tmp_path)
+
+    ipv6 = {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    assert addresses  # gloo and RPC do listen,
+    assert set(addresses) <= {"0100007F", *ipv6}  # but only on loopback
+
     shown = b""
-    with contextlib.suppress(OSError):  # how a terminal says that it is closed
+    with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
         while chunk := os.read(screen, 4096):
             shown += chunk
     os.close(screen)
-    assert process.returncode == 0
     assert b"running reward" in shown
-    assert b"2/2" in shown
+    assert b"5/5" in shown
 
 
 # --- what can go wrong
@@ -378,14 +390,6 @@ def test_signals(signum, status, says, tmp_path):
         assert process.returncode == status
         assert err.strip() == says
         nothing_left(process, tmp_path)
-
-
-def test_listens_on_loopback_only(tmp_path):
-    with running(script(MAIN, "--log_interval", 1), tmp_path, until="episode 1") as process:
-        addresses = listening([process.pid, *workers(process)])
-    assert addresses  # gloo and RPC do listen
-    ipv6 = {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-    assert set(addresses) <= {"0100007F", *ipv6}
 
 
 def test_help_tells_every_default(capsys):
