@@ -10,7 +10,7 @@ import threading
 import torch
 from tqdm import tqdm
 
-from common.launch import core_count
+from common.place import core_count
 
 
 class Bar(tqdm):

@@ -49,11 +49,16 @@ def rpc_session(name, rank, world_size, timeout, num_worker_threads=16):
     """
     global _goodbye
     _goodbye = torch.futures.Future()
-    store = _rendezvous(rank, world_size, timeout)  # noqa: F841  held: on rank 0 it is the server of all
+    # The gloo group in which the workers get to know each other would wait half an hour; torch gives no other handle.
+    rpc.constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout)
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=os.environ["INIT_METHOD"], rpc_timeout=timeout, num_worker_threads=num_worker_threads
     )
-    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    try:
+        store = _rendezvous(rank, world_size, timeout)  # noqa: F841  held to the end: on rank 0 it is the server of all
+        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    except RuntimeError as error:
+        raise RuntimeError(f"not all {world_size} workers have joined within {timeout:g} s") from error
     yield
     # Only after a block without error: rpc.shutdown waits for all workers, also for one that is dead. So wait for
     # everyone's goodbye first. The call is open as long as the other works, however long (timeout=0), and it fails

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from common import cli
-from common.launch import core_count, is_loopback, launch
+from common.launch import launch
+from common.place import core_count, interface_towards, is_loopback
 from common.session import backend_for, process_group
 
 
@@ -71,6 +72,11 @@ def test_failure_is_told_once(worker, line, capfd):
 def test_loopback():
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.1.2.3", "::1")))
     assert not any(map(is_loopback, ("10.0.0.1", "host127", "192.168.1.7")))
+
+
+def test_interface_towards():
+    assert interface_towards("127.0.0.1") in ("lo", "lo0")
+    assert interface_towards("no such host") is None
 
 
 def test_nccl_needs_a_gpu_for_every_rank(monkeypatch):
