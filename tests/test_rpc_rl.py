@@ -115,7 +115,7 @@ rpc_rl.main.policy_loss = joined
 
 
 def test_benchmark(tmp_path):
-    result = run(script("benchmarks/rpc_rl.py", "--rounds", 4, "--min_steps", 1), tmp_path)
+    result = run(script("benchmarks/rpc_rl.py", "--world_size", 2, "--rounds", 4, "--min_steps", 1), tmp_path)
     assert result.returncode == 0, result.stderr
     metrics = json.loads((tmp_path / "outputs/benchmark_rpc_rl/metrics.json").read_text())
     assert [row["protocol"] for row in metrics["rows"]] == ["2 RPCs a step", "1 RPC a step", "ceiling"]
@@ -209,22 +209,22 @@ def test_torchrun(tmp_path):
     assert metrics["world_size"] == 3
 
 
+@pytest.fixture
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def by_hand(rank, port, *flags):
-    place = ["--world_size", 3, "--rank", rank, "--master_addr", "localhost", "--master_port", port]
+def by_hand(rank, port, *flags, world_size=3):
+    place = ["--world_size", world_size, "--rank", rank, "--master_addr", "localhost", "--master_port", port]
     return script(MAIN, *place, *flags)
 
 
-def test_three_terminals(tmp_path):
-    port = free_port()
-    with (running(by_hand(2, port, "--max_episodes", 2), tmp_path) as two,
-          running(by_hand(1, port, "--max_episodes", 2), tmp_path) as one):
-        result = run(by_hand(0, port, "--max_episodes", "2", "--output_dir", tmp_path / "agent"), tmp_path)
+def test_three_terminals(free_port, tmp_path):
+    with (running(by_hand(2, free_port, "--max_episodes", 2), tmp_path) as two,
+          running(by_hand(1, free_port, "--max_episodes", 2), tmp_path) as one):
+        result = run(by_hand(0, free_port, "--max_episodes", "2", "--output_dir", tmp_path / "agent"), tmp_path)
         assert result.returncode == 0, result.stderr
         assert "not solved in 2 episodes" in result.stdout
         for observer in (one, two):
@@ -233,16 +233,14 @@ def test_three_terminals(tmp_path):
     assert json.loads((tmp_path / "agent/metrics.json").read_text())["world_size"] == 3
 
 
-def test_a_terminal_that_dies_ends_the_others(tmp_path):
+def test_a_terminal_that_dies_ends_the_others(free_port, tmp_path):
     """Nobody watches over ranks started by hand: they notice by themselves."""
-    port = free_port()
-    with (running(by_hand(2, port), tmp_path) as two, running(by_hand(1, port), tmp_path) as one,
-          running(by_hand(0, port, "--log_interval", 1), tmp_path, until="episode 2") as agent):
+    agent, observer = (by_hand(rank, free_port, "--log_interval", 1, world_size=2) for rank in (0, 1))
+    with running(observer, tmp_path) as observer, running(agent, tmp_path, until="episode 2") as agent:
         os.killpg(agent.pid, signal.SIGKILL)
-        for rank, observer in ((1, one), (2, two)):
-            _, err = end(observer)
-            assert observer.returncode == 1
-            assert err.splitlines()[-1].startswith(f"error: rank {rank} (observer{rank}) raised ")
+        _, err = end(observer)
+        assert observer.returncode == 1
+        assert err.splitlines()[-1].startswith("error: rank 1 (observer1) raised ")
 
 
 def test_two_runs_at_once(tmp_path):
@@ -360,15 +358,17 @@ def test_not_a_checkpoint(kind, flags, tmp_path, capfd):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(("rank", "name"), [(1, "observer1"), (0, "agent")])
-def test_killed(rank, name, tmp_path):
-    command = script(MAIN, "--log_interval", 1, "--checkpoint", tmp_path / "run.pt")
+@pytest.mark.parametrize(("rank", "name", "world_size", "others"), [
+    (1, "observer1", 3, "2 other processes"), (0, "agent", 2, "1 other process"),
+])
+def test_killed(rank, name, world_size, others, tmp_path):
+    command = script(MAIN, "--world_size", world_size, "--log_interval", 1, "--checkpoint", tmp_path / "run.pt")
     with running(command, tmp_path, until="episode 3") as process:
         os.kill(workers(process)[rank], signal.SIGKILL)
         _, err = end(process)
         assert process.returncode == 1
         line = err.splitlines()[-1]
-        assert line == f"error: rank {rank} ({name}) was killed by SIGKILL; stopped 2 other processes"
+        assert line == f"error: rank {rank} ({name}) was killed by SIGKILL; stopped {others}"
         assert "Traceback" not in err
         nothing_left(process, tmp_path)
 
@@ -377,30 +377,30 @@ def test_observer_raises(tmp_path):
     patch = """
 honest = Observer.run_episode
 def breaks(self, *arguments):
-    if self.id == 2:
+    if self.id == 1:
         raise ValueError("the cart broke")
     return honest(self, *arguments)
 Observer.run_episode = breaks
 """
-    with running(faulty(tmp_path, patch), tmp_path) as process:
+    with running([*faulty(tmp_path, patch), "--world_size", "2"], tmp_path) as process:
         _, err = end(process, within_s=60)
         assert process.returncode == 1
         assert err.count("Traceback") == 1
         assert "the cart broke" in err
-        assert err.splitlines()[-1] == "error: rank 2 (observer2) raised ValueError; stopped 2 other processes"
+        assert err.splitlines()[-1] == "error: rank 1 (observer1) raised ValueError; stopped 1 other process"
         nothing_left(process, tmp_path)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(signum, tmp_path):
-    with running(script(MAIN, "--log_interval", 1), tmp_path, until="episode 2") as process:
+    with running(script(MAIN, "--world_size", 2, "--log_interval", 1), tmp_path, until="episode 2") as process:
         if signum == signal.SIGINT:
             os.killpg(process.pid, signum)  # as the terminal does
         else:
             os.kill(process.pid, signum)
         _, err = end(process)
         assert process.returncode == 130
-        assert err.strip() == "interrupted; stopped 3 processes"
+        assert err.strip() == "interrupted; stopped 2 processes"
         nothing_left(process, tmp_path)
 
 
