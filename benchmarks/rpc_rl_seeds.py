@@ -1,41 +1,52 @@
-"""How many episodes, and how long, until CartPole is solved? `rpc_rl/main.py` as it is, once per seed.
+"""How many episodes, and how long, until CartPole is solved? `rpc_rl/main.py` as a user starts it, once per seed.
 
     python benchmarks/rpc_rl_seeds.py --seeds 0 1 2 3 4
     python benchmarks/rpc_rl_seeds.py --seeds 0 1 2 3 4 --time_limit end       the tutorial's returns
 """
 
 import argparse
-import contextlib
-import io
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 from common.cli import bounded
-from rpc_rl.main import main as train
+
+MAIN = Path(__file__).resolve().parent.parent / "rpc_rl" / "main.py"
+COLUMNS = ("episodes", "env_steps", "env_steps_per_s", "wall_s")
 
 
 def build_parser():
-    """The seeds, and the one flag of rpc_rl that changes what is learned."""
+    """The seeds, and two flags of rpc_rl."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=bounded(int, at_least=0), nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--time_limit", choices=["continue", "end"], default="continue")
+    parser.add_argument("--max_episodes", type=bounded(int, at_least=1), default=2000)
     return parser
 
 
+def train(seed, args):
+    """One run; its numbers in the order of COLUMNS."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"seed": seed, "time_limit": args.time_limit, "max_episodes": args.max_episodes, "output_dir": folder}
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        subprocess.run([sys.executable, MAIN, *words], check=True, stdout=subprocess.DEVNULL)
+        metrics = json.loads(Path(folder, "metrics.json").read_text())
+    return [metrics[name] for name in COLUMNS]
+
+
 def main(argv=None):
-    """Print a row per seed and the medians."""
+    """Print a row per seed, then the medians."""
     args = build_parser().parse_args(argv)
-    columns = ("episodes", "env_steps", "env_steps_per_s", "wall_s")
-    print("  ".join(f"{name:>15}" for name in ("seed", *columns)))
+    print("  ".join(f"{name:>15}" for name in ("seed", *COLUMNS)))
     rows = []
     for seed in args.seeds:
-        with contextlib.redirect_stdout(io.StringIO()):
-            flags = ["--seed", str(seed), "--time_limit", args.time_limit, "--output_dir", "outputs/rpc_rl_seeds"]
-            metrics = train(flags)
-        rows.append([metrics[name] for name in columns])
+        rows.append(train(seed, args))
         print("  ".join(f"{value:15.0f}" for value in (seed, *rows[-1])), flush=True)
     medians = [statistics.median(column) for column in zip(*rows, strict=True)]
     print(f"{'median':>15}  " + "  ".join(f"{value:15.0f}" for value in medians))
-    return medians
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 from datetime import timedelta
 from urllib.parse import urlparse
 
@@ -67,24 +66,16 @@ def rpc_session(name, rank, world_size, timeout, num_worker_threads=16):
     farewells = {other: rpc.rpc_async(other, _until_goodbye, timeout=0) for other in everyone if other != name}
     _goodbye.set_result(None)
     for other, farewell in farewells.items():
-        _wait(farewell, f"{other} ended without a goodbye")
+        try:
+            farewell.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{other} ended without a goodbye") from error
     rpc.shutdown(timeout=timeout)
 
 
 @rpc.functions.async_execution
 def _until_goodbye():
     return _goodbye
-
-
-def _wait(future, complaint):
-    """Wait for a future where signals are heard too: `future.wait()` itself sleeps in C++."""
-    done = threading.Event()
-    future.then(lambda _: done.set())
-    done.wait()
-    try:
-        future.wait()
-    except RuntimeError as error:
-        raise RuntimeError(complaint) from error
 
 
 def _rendezvous(rank, world_size, timeout):

@@ -19,7 +19,8 @@ CartPole and asks the agent for every action over RPC; after each episode the ag
     python rpc_rl/main.py --world_size 3 --rank 1 \
         --master_addr HOST --master_port 29500                   one rank per terminal or machine
 
-Last line: CartPole-v1 solved in 253 episodes: running reward 475.4 (threshold 475), 161292 steps, 1400 steps/s
+Last line, about:
+    CartPole-v1 solved in 189 episodes: running reward 476.2 (threshold 475), 102278 environment steps at 1659 steps/s
 """
 
 import time
