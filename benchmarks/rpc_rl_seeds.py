@@ -12,8 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common.cli import bounded
-
 MAIN = Path(__file__).resolve().parent.parent / "rpc_rl" / "main.py"
 COLUMNS = ("episodes", "env_steps", "env_steps_per_s", "wall_s")
 
@@ -21,9 +19,9 @@ COLUMNS = ("episodes", "env_steps", "env_steps_per_s", "wall_s")
 def build_parser():
     """The seeds, and two flags of rpc_rl."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=bounded(int, at_least=0), nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--time_limit", choices=["continue", "end"], default="continue")
-    parser.add_argument("--max_episodes", type=bounded(int, at_least=1), default=2000)
+    parser.add_argument("--max_episodes", type=int, default=2000)
     return parser
 
 

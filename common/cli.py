@@ -61,11 +61,11 @@ class Parser(argparse.ArgumentParser):
             refuse("--master_addr", args.master_addr, "it together with --rank, when ranks are started by hand")
         if args.device == "cuda" and not torch.cuda.is_available():
             refuse("--device", "cuda", "auto or cpu: torch sees no GPU here")
-        require_writable_folder("--output_dir", args.output_dir)
         if getattr(args, "resume", False) and args.checkpoint is None:
             refuse("--resume", "given", "it together with --checkpoint FILE, the file to continue from")
         if getattr(args, "checkpoint", None) is not None and not args.resume and starts_rank(args, 0):
             require_writable_folder("--checkpoint", args.checkpoint.parent, shown=args.checkpoint)
+        require_writable_folder("--output_dir", args.output_dir)
         return args
 
     def _checked(self, flag, value):

@@ -26,8 +26,9 @@ def log(role, text):
 
 
 def progress(total, unit, initial=0):
-    """A tqdm bar on a terminal; one that shows nothing elsewhere, where the plain lines of `log` do."""
-    return Bar(total=total, unit=unit, initial=initial, disable=not sys.stderr.isatty(), dynamic_ncols=True)
+    """A tqdm bar on a terminal; elsewhere one that shows nothing (`bar.disable`), where plain lines should do."""
+    terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    return Bar(total=total, unit=unit, initial=initial, disable=not terminal, dynamic_ncols=True)
 
 
 @contextlib.contextmanager

@@ -194,8 +194,9 @@ def run_worker(rank, world_size, args):
                 bar.set_postfix_str(f"running reward {history['running_reward']:.1f}", refresh=False)
                 bar.update()
                 if history["episodes"] % args.log_interval == 0:
-                    report.log(AGENT_NAME, f"episode {history['episodes']}  last reward {last_reward:.0f}  "
-                                           f"running reward {history['running_reward']:.2f}")
+                    if bar.disable:  # not a terminal
+                        report.log(AGENT_NAME, f"episode {history['episodes']}  last reward {last_reward:.0f}  "
+                                               f"running reward {history['running_reward']:.2f}")
                     if args.checkpoint:
                         checkpoint.save(args, agent.state_dict())
         train_s = time.perf_counter() - started

@@ -33,14 +33,14 @@ def run(command, folder, **options):
 
 
 @contextlib.contextmanager
-def running(command, folder, until=None, stderr=subprocess.PIPE):
+def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
     """Start a command in a session of its own, wait until a line of its output contains `until`, and yield it.
 
     Its temporary files go to `folder/tmp`, so that a test can see whether any is left.
     """
     (folder / "tmp").mkdir(exist_ok=True)
     process = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True,
+        command, cwd=folder, stdout=stdout, stderr=stderr, text=True, start_new_session=True,
         env={**os.environ, "TMPDIR": str(folder / "tmp")},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
     )  # fmt: skip

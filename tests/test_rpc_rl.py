@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import termios
+import threading
 
 import pytest
 import torch
@@ -252,32 +253,43 @@ def test_a_terminal_that_dies_ends_the_others(free_port, tmp_path):
         assert err.splitlines()[-1].startswith("error: rank 1 (observer1) raised ")
 
 
+def read_all(screen, chunks):
+    with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
+        while chunk := os.read(screen, 4096):
+            chunks.append(chunk)
+    os.close(screen)
+
+
 def test_two_runs_at_once(tmp_path):
     """The README's command twice, side by side: one writes to a terminal and shows a bar, one does not."""
     command = [*script(*commands_in("README.md")[0][1:]), "--max_episodes", "5", "--log_interval", "1"]
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    with running(command, tmp_path, stderr=terminal) as one, running(command, tmp_path, until="episode 1 ") as two:
+    chunks = []
+    reader = threading.Thread(target=read_all, args=(screen, chunks))
+    reader.start()
+    on_terminal = running(command, tmp_path, stdout=terminal, stderr=terminal)
+    with on_terminal as one, running(command, tmp_path, until="episode 1 ") as two:
         os.close(terminal)
         addresses = listening([two.pid, *workers(two)])
+        out, err = end(two, within_s=60)
+        assert (two.returncode, err) == (0, "")  # no warning
+        assert "not solved in 5 episodes" in out.splitlines()[-1]
+        end(one, within_s=60)
+        assert one.returncode == 0
         for process in (one, two):
-            out, err = end(process, within_s=60)
-            assert process.returncode == 0
-            assert not err  # no warning
-            assert "not solved in 5 episodes" in out.splitlines()[-1]
             nothing_left(process, tmp_path)
 
     ipv6 = {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
     assert addresses  # gloo and RPC do listen,
     assert set(addresses) <= {"0100007F", *ipv6}  # but only on loopback
 
-    shown = b""
-    with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
-        while chunk := os.read(screen, 4096):
-            shown += chunk
-    os.close(screen)
-    assert b"running reward" in shown
+    reader.join()
+    shown = b"".join(chunks)
     assert b"5/5" in shown
+    assert b"running reward" in shown
+    assert b"[agent]" not in shown  # the bar instead of the lines
+    assert b"not solved in 5 episodes" in shown.splitlines()[-1]
 
 
 # --- what can go wrong
