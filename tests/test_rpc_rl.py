@@ -124,15 +124,6 @@ def test_benchmark(tmp_path):
     assert all(len(speeds) == 4 and min(speeds) > 0 for speeds in metrics["steps_per_s"].values())
 
 
-def test_benchmark_of_seeds(tmp_path):
-    result = run(script("benchmarks/rpc_rl_seeds.py", "--seeds", 3, "--max_episodes", 2), tmp_path)
-    assert result.returncode == 0, result.stderr
-    head, row, medians = (line.split() for line in result.stdout.splitlines())
-    assert head == ["seed", "episodes", "env_steps", "env_steps_per_s", "wall_s"]
-    assert row[:2] == ["3", "2"]
-    assert medians == ["median", *row[1:]]
-
-
 def observers_start(rank, world_size, args):
     with rpc_session(rpc_rl.role_name(rank, world_size), rank, world_size, args.timeout):
         if rank != 0:
