@@ -1,6 +1,8 @@
 """The start of the processes, whatever the example."""
 
 import os
+import signal
+import time
 
 import pytest
 import torch
@@ -40,6 +42,20 @@ def test_state_of_a_worker():
     assert result["GLOO_SOCKET_IFNAME"] == result["TP_SOCKET_IFNAME"] in ("lo", "lo0")
     assert result["wall_s"] > 0
     assert "INIT_METHOD" not in os.environ  # the process that starts the others stays as it was
+
+
+def wait_for_ever(rank, world_size, args):
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def test_sigterm_is_an_interruption(capfd):
+    with pytest.raises(SystemExit) as stop:
+        launch(wait_for_ever, parse(), role_name)
+    assert stop.value.code == 130
+    assert capfd.readouterr().err.strip() == "interrupted; stopped 2 processes"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as before
 
 
 def leave_early(rank, world_size, args):
