@@ -113,6 +113,7 @@ def _run_rank(index, run_worker, args, ranks, init_method, folder):
         result = run_worker(rank, args.world_size, args)
         if result is not None:
             (folder / "result").write_text(json.dumps(result))
+        _exit_now(0)
     except Exception as error:
         story = {"at": time.time(), "type": type(error).__name__, "traceback": traceback.format_exc().rstrip()}
         (folder / f"error{rank}").write_text(json.dumps(story))
@@ -120,7 +121,7 @@ def _run_rank(index, run_worker, args, ranks, init_method, folder):
 
 
 def _exit_now(status):
-    # Not sys.exit: the teardown of a live RPC agent may wait for peers that are not there any more.
+    # Not sys.exit: taking torch apart costs more than a second, and a live RPC agent may wait for peers that are gone.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
