@@ -29,9 +29,20 @@ def load(args):
     return state
 
 
-def inspect(args):
-    """Before any process starts: the state to resume from, or None; never lose a file that is not a checkpoint."""
+def inspect(args, model=None):
+    """Before any process starts: the state to resume from, or None; never lose a file that is not a checkpoint.
+
+    Args:
+        args: the parsed flags.
+        model: whose weights are under "model" in the state; a checkpoint of another model is refused.
+    """
     if args.checkpoint is None or not starts_rank(args, 0):
         return None
     state = load(args) if args.resume or args.checkpoint.exists() else None
+    if state and model and _shapes(state.get("model", {})) != _shapes(model.state_dict()):
+        refuse("--checkpoint", args.checkpoint, "a checkpoint of this very model: in this one the shapes differ")
     return state if args.resume else None
+
+
+def _shapes(weights):
+    return {name: tensor.shape for name, tensor in weights.items()}

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 from pathlib import Path
 
 import torch
@@ -24,10 +25,13 @@ def add_data_flags(parser):
 def fetch_data(args):
     """Make sure that the data are on this machine, once, before the processes start and race for the same files.
 
+    Under torchrun they have started: there, one process of each machine does so, and the others must not load the data
+    before they have met it.
+
     Raises:
         SystemExit: 2 after one line, if MNIST is neither in `--data_dir` nor can be fetched.
     """
-    if args.dataset == "mnist":
+    if args.dataset == "mnist" and os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 for train in (True, False):

@@ -73,7 +73,7 @@ def compare(ours, oracle, tolerances, scale_at_least=0.0):
     """
     differences = {}
     for what, tolerance in tolerances.items():
-        a, b = torch.as_tensor(ours[what]), torch.as_tensor(oracle[what])
+        a, b = (torch.as_tensor(numbers[what], dtype=torch.float64) for numbers in (ours, oracle))
         scale = max(b.abs().max().item(), scale_at_least) or 1.0
         difference = (a - b).abs().max().item() / scale if a.shape == b.shape else float("inf")
         differences[what] = difference

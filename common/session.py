@@ -25,6 +25,8 @@ def process_group(rank, world_size, timeout, device="cpu"):
         The backend's name.
     """
     backend = backend_for(device)
+    if backend == "nccl":
+        torch.cuda.set_device(device)  # where nccl's barriers and object collectives put their tensors
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, os.environ["INIT_METHOD"], timeout=limit, rank=rank, world_size=world_size)
     yield backend

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 100  # for one command; a test's own limit is in pyproject.toml
 
@@ -18,6 +20,25 @@ def script(*arguments):
     """The command line of a script of this repository, from any working directory."""
     path, *rest = map(str, arguments)
     return [sys.executable, str(ROOT / path), *rest]
+
+
+def torchrun(processes, *arguments):
+    """The same under torchrun, on this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return launcher + script(*arguments)[1:]
+
+
+def faulty(module, folder, patch):
+    """The command line of a script that is `module` but for a mistake: `patch`, where the module is `example`."""
+    path = folder / "faulty.py"
+    guard = 'if __name__ == "__main__":\n    example.main()\n'
+    path.write_text(f"import {module} as example\n{patch}\n{guard}")
+    return [sys.executable, str(path)]
+
+
+def bad(*flags, says=()):
+    """A parameter for `test_bad_input`: the flags, and what the one line must tell."""
+    return pytest.param(list(map(str, flags)), says, id=" ".join(map(str, flags)))
 
 
 def commands_in(readme, start="python "):

@@ -65,6 +65,12 @@ def test_mnist_that_cannot_be_had(damage, tmp_path, capsys, monkeypatch):
     assert "--dataset digits" in err
 
 
+def test_one_process_of_each_machine_fetches(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")  # as torchrun does
+    fetch_data(SimpleNamespace(dataset="mnist", data_dir=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_torchvision_models_work():
     model = import_torchvision().models.resnet18(num_classes=7)
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)

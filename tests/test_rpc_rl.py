@@ -6,9 +6,7 @@ import json
 import os
 import pty
 import signal
-import socket
 import struct
-import sys
 import termios
 import threading
 
@@ -20,7 +18,19 @@ from common.launch import launch
 from common.session import rpc_session
 from rpc_rl import main as rpc_rl
 from rpc_rl.reinforce import Policy, discounted_returns, policy_loss
-from tests.helpers import ROOT, commands_in, end, listening, nothing_left, run, running, script, workers
+from tests.helpers import (
+    bad,
+    commands_in,
+    end,
+    faulty,
+    listening,
+    nothing_left,
+    run,
+    running,
+    script,
+    torchrun,
+    workers,
+)
 
 MAIN = "rpc_rl/main.py"
 
@@ -82,32 +92,15 @@ def test_check_passes(capfd):
     assert capfd.readouterr().out.count(" ok\n") == 4
 
 
-FAULTY = """
-from rpc_rl import main as m
-from rpc_rl.main import Agent, Observer
-{patch}
-if __name__ == "__main__":
-    m.main()
-"""
-
-
-def faulty(folder, patch):
-    """A script that is `main.py` but for a mistake."""
-    path = folder / "faulty.py"
-    path.write_text(FAULTY.format(patch=patch))
-    return [sys.executable, str(path)]
-
-
 def test_check_can_fail(tmp_path):
     """With the tutorial's returns, over the joined rewards, the check must not pass."""
     patch = """
-import rpc_rl.main
-honest = rpc_rl.main.policy_loss
+honest = example.policy_loss
 def joined(log_probs, rewards, fell, gamma, time_limit):
     return honest(log_probs, {1: sum(rewards.values(), [])}, fell, gamma, time_limit)
-rpc_rl.main.policy_loss = joined
+example.policy_loss = joined
 """
-    result = run([*faulty(tmp_path, patch), "--check"], tmp_path)
+    result = run([*faulty("rpc_rl.main", tmp_path, patch), "--check"], tmp_path)
     assert result.returncode == 1
     assert "gradient: differs by" in result.stdout
     assert "FAIL" in result.stdout.splitlines()[-1]
@@ -200,20 +193,12 @@ def test_resume_continues_as_if_never_stopped(trained, tmp_path):
 
 
 def test_torchrun(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
-    result = run([*torchrun, ROOT / MAIN, "--max_episodes", "2", "--log_interval", "1"], tmp_path)
+    result = run(torchrun(3, MAIN, "--max_episodes", "2", "--log_interval", "1"), tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("not solved in 2 episodes") == 1
     metrics = json.loads((tmp_path / "outputs/rpc_rl/metrics.json").read_text())
     assert metrics["episodes"] == 2
     assert metrics["world_size"] == 3
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def by_hand(rank, port, *flags, world_size=3):
@@ -285,10 +270,6 @@ def test_two_runs_at_once(tmp_path):
 # --- what can go wrong
 
 
-def bad(*flags, says=()):
-    return pytest.param(list(flags), says, id=" ".join(flags))
-
-
 @pytest.mark.parametrize(("flags", "says"), [
     *(bad("--world_size", value, says=("--world_size", value, "at least 2")) for value in ("0", "1", "-3", "two")),
     *(bad("--gamma", value, says=("--gamma", value, "at most 1")) for value in ("1.5", "nan", "-0.1")),
@@ -310,20 +291,8 @@ def bad(*flags, says=()):
     bad("--learning_rate", "1", says=("--learning_rate",)),
     bad("--max", "1", says=("--max",)),
 ])
-def test_bad_input(flags, says, capfd, monkeypatch, tmp_path):
-    def started(*_, **__):
-        raise AssertionError("a process was started")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.multiprocessing.spawn", started)
-    with pytest.raises(SystemExit) as stop:
-        rpc_rl.main(flags)
-    out, err = capfd.readouterr()
-    assert stop.value.code == 2
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    for words in says:
-        assert words in err
+def test_bad_input(flags, says, refused):
+    refused(rpc_rl.main, flags, says)
 
 
 def test_bad_input_leaves_no_traceback(tmp_path):
@@ -386,14 +355,14 @@ def test_killed(rank, name, world_size, others, tmp_path):
 
 def test_observer_raises(tmp_path):
     patch = """
-honest = Observer.run_episode
+honest = example.Observer.run_episode
 def breaks(self, *arguments):
     if self.id == 1:
         raise ValueError("the cart broke")
     return honest(self, *arguments)
-Observer.run_episode = breaks
+example.Observer.run_episode = breaks
 """
-    with running([*faulty(tmp_path, patch), "--world_size", "2"], tmp_path) as process:
+    with running([*faulty("rpc_rl.main", tmp_path, patch), "--world_size", "2"], tmp_path) as process:
         _, err = end(process, within_s=60)
         assert process.returncode == 1
         assert err.count("Traceback") == 1

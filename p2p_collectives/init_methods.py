@@ -1,0 +1,147 @@
+r"""Three ways for processes to find each other (tutorial 6_4, its last section).
+
+A group needs one place where every process leaves its address and reads those of the others: a store.
+
+    env    MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE in the environment; rank 0 opens the store at that port.
+           For those who start processes by a program: torchrun, Slurm, Kubernetes
+    tcp    the same store, its address in the call: no environment variables needed
+    file   a file that all can write, on a shared file system: no port, no address
+
+    python p2p_collectives/init_methods.py --method env          one of them
+    python p2p_collectives/init_methods.py --world_size 4        all three, one after the other
+    python p2p_collectives/init_methods.py --method tcp --world_size 2 --rank 0 --master_addr HOST    on one machine
+    python p2p_collectives/init_methods.py --method tcp --world_size 2 --rank 1 --master_addr HOST    on another
+    torchrun --nproc_per_node 3 p2p_collectives/init_methods.py --method env
+
+Last line:
+    env, tcp, file: 3 ranks found each other 3 times, and their sum is 6 each time
+"""
+
+import os
+import socket
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common import report
+from common.cli import Parser, refuse, require_writable_folder
+from common.launch import launch
+
+EXAMPLE = "p2p_collectives/init_methods"
+
+
+def role_name(rank, world_size):
+    """All ranks are alike."""
+    return f"rank{rank}"
+
+
+def init_env(rank, world_size, args):
+    """Everything is in the environment; the call itself says nothing. Returns what the process had to know."""
+    if not dist.is_torchelastic_launched():  # torchrun has set all four
+        os.environ.update(MASTER_ADDR=args.master_addr, MASTER_PORT=str(args.master_ports["env"]),
+                          RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=args.timeout))
+    return " ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+
+
+def init_tcp(rank, world_size, args):
+    """Address, rank and world size are arguments. Returns what the process had to know."""
+    init_method = f"tcp://{args.master_addr}:{args.master_ports['tcp']}"
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size,
+                            timeout=timedelta(seconds=args.timeout))
+    return f"init_method={init_method!r}, rank={rank}, world_size={world_size}"
+
+
+def init_file(rank, world_size, args):
+    """A file is the store. It must not exist before: what an earlier run left in it would be taken for this one's.
+
+    Returns what the process had to know.
+    """
+    init_method = f"file://{args.file.absolute()}"
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size,
+                            timeout=timedelta(seconds=args.timeout))
+    return f"init_method={init_method!r}, rank={rank}, world_size={world_size}"
+
+
+METHODS = {"env": init_env, "tcp": init_tcp, "file": init_file}
+
+
+def run_worker(rank, world_size, args):
+    """Meet, add up, part, with each method; rank 0 returns what everyone knew and the sums."""
+    meetings = []
+    for method in METHODS if args.method == "all" else [args.method]:
+        knew = METHODS[method](rank, world_size, args)
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total, op=dist.ReduceOp.SUM)  # only if all have met can the sum be right
+        everyone = [None] * world_size if rank == 0 else None
+        dist.gather_object({"rank": rank, "knew": knew, "sum": total.item()}, everyone)
+        dist.destroy_process_group()
+        meetings.append({"method": method, "ranks": everyone})
+    return {"meetings": meetings} if rank == 0 else None
+
+
+def free_port():
+    """A port of this machine that is free now; another program could take it before rank 0 does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def build_parser():
+    """The flags of this example."""
+    parser = Parser(EXAMPLE, __doc__, world_size=3)
+    parser.add_argument("--method", choices=[*METHODS, "all"], default="all", help="how the processes meet")
+    parser.add_argument("--file", type=Path, metavar="FILE",
+                        help="the store of --method file; must not exist yet (default: in a folder of this run alone)")
+    return parser
+
+
+def main(argv=None):
+    """Meet, in one or in all ways; the metrics in the process that reports, None elsewhere."""
+    args = build_parser().parse_args(argv)
+    by_hand, torchrun = args.rank is not None, dist.is_torchelastic_launched()
+    if torchrun and args.method != "env":
+        refuse("--method", args.method, "env: torchrun tells its processes where to meet by their environment")
+    if by_hand and args.method == "all":
+        refuse("--method", args.method, "one of env, tcp, file, when ranks are started by hand")
+    if by_hand and args.method == "file" and args.file is None:
+        refuse("--method", args.method, "it together with --file, a path that all ranks share, started by hand")
+    if args.file is not None:
+        if args.file.exists() and not by_hand:
+            refuse("--file", args.file, "a path where nothing is yet: an old store would confuse the new run")
+        require_writable_folder("--file", args.file.parent, shown=args.file)
+    with tempfile.TemporaryDirectory(prefix="distributed-tutorials-") as folder:
+        args.file = args.file or Path(folder, "sharedfile")
+        if by_hand:
+            args.master_ports = dict.fromkeys(METHODS, args.master_port)
+        else:
+            args.master_addr, args.master_ports = "127.0.0.1", {method: free_port() for method in METHODS}
+        metrics = launch(run_worker, args, role_name)
+    if metrics is None:
+        return None
+    sums = {meeting["method"]: [row["sum"] for row in meeting["ranks"]] for meeting in metrics["meetings"]}
+    expected = args.world_size * (args.world_size + 1) / 2
+    if args.check:
+        return report.compare(sums, {method: [expected] * args.world_size for method in sums}, dict.fromkeys(sums, 0))
+    show(report.save_metrics(args, metrics, backend="gloo"))
+    if any(value != expected for values in sums.values() for value in values):
+        print(f"\nWRONG: the sums should be {expected:g}: {sums}")
+        raise SystemExit(1)
+    times, each = ("once", "") if len(sums) == 1 else (f"{len(sums)} times", " each time")
+    print(f"\n{', '.join(sums)}: {args.world_size} ranks found each other {times}, and their sum is {expected:g}{each}")
+    return metrics
+
+
+def show(metrics):
+    """Print what each process had to know."""
+    for meeting in metrics["meetings"]:
+        print(f"\n--method {meeting['method']}")
+        for row in meeting["ranks"]:
+            print(f"  rank {row['rank']} knew: {row['knew']}")
+
+
+if __name__ == "__main__":
+    main()

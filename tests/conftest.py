@@ -1,0 +1,35 @@
+"""Fixtures that the tests of several folders share."""
+
+import socket
+
+import pytest
+
+
+@pytest.fixture
+def free_port():
+    """A port of loopback on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def refused(capfd, monkeypatch, tmp_path):
+    """`refused(main, flags, says)`: these flags end in status 2 and one line, before any process is started."""
+
+    def started(*_, **__):
+        raise AssertionError("a process was started")
+
+    def refused(main, flags, says):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("torch.multiprocessing.spawn", started)
+        with pytest.raises(SystemExit) as stop:
+            main(flags)
+        out, err = capfd.readouterr()
+        assert stop.value.code == 2
+        assert out == ""
+        assert len(err.splitlines()) == 1
+        for words in says:
+            assert words in err
+
+    return refused

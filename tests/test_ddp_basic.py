@@ -1,0 +1,432 @@
+"""Tutorial 6_3."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import checkpoint
+from common.data import load_data
+from common.vision import import_torchvision
+from ddp_basic import elastic
+from ddp_basic import main as ddp_basic
+from ddp_basic.toy import ToyModel, ToyMpModel, seeded, toy_samples
+from tests.helpers import bad, end, faulty, nothing_left, run, running, script, torchrun, workers
+
+MAIN, ELASTIC = "ddp_basic/main.py", "ddp_basic/elastic.py"
+DEMOS = ["basic", "checkpoint", "model_parallel"]
+TUTORIALS_PORT = 12355
+EPOCHS = 8
+
+
+def demo(name, folder, *flags):
+    return ddp_basic.main(["--demo", name, "--output_dir", str(folder), *map(str, flags)])
+
+
+def parsed(module, folder, *flags):
+    return module.build_parser().parse_args(["--output_dir", str(folder), *map(str, flags)])
+
+
+def ranks_of(process):
+    """Process ids of the ranks under torchrun; none once it has ended."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        return sorted(int(pid) for pid in children if "ddp_basic" in Path(f"/proc/{pid}/cmdline").read_text())
+    return []
+
+
+@contextlib.contextmanager
+def running_torchrun(command, folder, until=None):
+    """`running` for torchrun, whose ranks are sessions of their own; at the end nothing of it may be left."""
+    with running(command, folder, until) as process:
+        try:
+            yield process
+        finally:
+            ranks = ranks_of(process)
+            process.kill()  # before the ranks, which it would start anew
+            for rank in ranks:
+                os.kill(rank, signal.SIGKILL)
+        assert ranks == []
+        for logs in (folder / "tmp").glob("torchelastic_*"):  # torchrun leaves them, empty
+            shutil.rmtree(logs)
+        nothing_left(process, folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As torchrun has it for its ranks: only on as many threads, the sums are the same to the bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def one_rank(tmp_path, monkeypatch):
+    """Make this process the only rank, as `launch` would."""
+    for name, value in (("INIT_METHOD", f"file://{tmp_path}/store"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+
+
+# --- what it computes
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory):
+    """Two runs at once in one folder, one of them a `--check` under torchrun: the folder, and the output of each.
+
+    The tutorial's port is taken, and so is its path of the checkpoint, as if a third run had come first.
+    """
+    folder = tmp_path_factory.mktemp("lesson")
+    taken = folder / "tmp" / "model.checkpoint"
+    taken.mkdir(parents=True)
+    with socket.socket() as listener:
+        with contextlib.suppress(OSError):  # somebody else has the port: as good
+            listener.bind(("127.0.0.1", TUTORIALS_PORT))
+            listener.listen()
+        outputs = []
+        with running(script(MAIN), folder) as one, running_torchrun(torchrun(2, MAIN, "--check"), folder) as two:
+            for process in (one, two):
+                outputs.append(end(process, within_s=60))
+                assert process.returncode == 0, outputs[-1]
+            taken.rmdir()
+    nothing_left(one, folder)
+    return folder / "outputs" / "ddp_basic", outputs
+
+
+def test_two_runs_at_once(lesson):
+    """The tutorial's want 8 GPUs; they would meet at port 12355, and read and delete each other's checkpoint."""
+    folder, outputs = lesson
+    assert [path.name for path in folder.iterdir()] == ["metrics.json"]  # no checkpoint is left
+    (plain, err), (under_torchrun, _) = outputs
+    assert err == ""  # a normal run prints no warning
+    assert plain.splitlines()[:-1] == [line for line in under_torchrun.splitlines() if "[rank0]" in line]
+
+
+def test_what_a_run_tells(lesson):
+    folder, [(out, _), _] = lesson
+    metrics = json.loads((folder / "metrics.json").read_text())
+    lines = out.splitlines()
+    assert len(lines) == 3 * 4 + 1
+    for i, demo in enumerate(DEMOS):  # a row per rank, in order: they do not interleave
+        assert lines[4 * i].startswith(f"[rank0] {demo}: loss ")
+        assert [line.split()[1] for line in lines[4 * i + 2 : 4 * i + 4]] == ["0", "1"]
+        assert metrics[demo]["loss_after"] < 0.7 * metrics[demo]["loss_before"]
+        assert metrics[demo]["gradients"] < 1e-5
+        assert metrics[demo]["parameters"] == 0
+    assert metrics["checkpoint"]["loaded"] == 0
+    assert lines[-1].startswith("basic, checkpoint, model_parallel on 2 ranks: loss ")
+    ran_on = {"example", "world_size", "device", "backend", "seed", "wall_s", "torch", "python", "cpu_count"}
+    assert set(metrics) == ran_on | set(DEMOS)
+
+
+def test_check_passes(lesson):
+    _, [_, (out, _)] = lesson
+    told = [line.split(" ", 1)[1] for line in out.splitlines() if "[check]" in line]
+    assert len(told) == 7
+    for line in told:
+        to_the_bit = "differs by 0.0e+00 (tolerance 0e+00) ok"
+        assert line.endswith("(tolerance 1e-05) ok" if "gradients" in line else to_the_bit)
+
+
+def test_check_can_fail(tmp_path):
+    """Without DDP each rank goes its own way."""
+    patch = """
+import torch
+class Plain(torch.nn.Module):
+    def __init__(self, module, **_):
+        super().__init__()
+        self.module = module
+    def forward(self, x):
+        return self.module(x)
+example.DDP = Plain
+"""
+    result = run([*faulty("ddp_basic.main", tmp_path, patch), "--check"], tmp_path)
+    assert result.returncode == 1
+    verdicts = {line.split(": ")[0]: line.split()[-1] for line in result.stdout.splitlines() if "[check]" in line}
+    assert len(verdicts) == 7
+    for what, verdict in verdicts.items():
+        assert verdict == ("ok" if what.endswith("loaded") else "FAIL")
+
+
+def test_one_seed_for_the_weights_and_one_per_rank_for_the_samples(tmp_path):
+    args = parsed(ddp_basic, tmp_path)
+    shares = [toy_samples([rank], args) for rank in range(3)]
+    assert not torch.equal(shares[0][0], shares[1][0])
+    for joined, *parts in zip(toy_samples(range(3), args), *shares, strict=True):
+        assert torch.equal(joined, torch.cat(parts))
+    whole, split = seeded(ToyModel, args.seed), seeded(ToyMpModel, args.seed, "cpu", "cpu")
+    assert torch.equal(whole(joined := toy_samples([0], args)[0]), split(joined))
+    assert not torch.equal(whole(joined), seeded(ToyModel, args.seed + 1)(joined))
+
+
+def test_checkpoint_is_read_safely_onto_this_ranks_device(one_rank, tmp_path, monkeypatch):
+    """The tutorial's torch.load runs whatever code is in a file that anyone could have put into the temp folder."""
+    load, calls = torch.load, []
+
+    def recorded(path, **options):
+        calls.append((path, options))
+        return load(path, **options)
+
+    monkeypatch.setattr(torch, "load", recorded)
+    args = parsed(ddp_basic, tmp_path, "--world_size", 1, "--device", "cpu")
+    args.private_path = tmp_path / "private"
+    ddp_basic.setup(0, 1, args)
+    assert ddp_basic.demo_checkpoint(0, 1, args)["loaded"] == 0
+    ddp_basic.cleanup()
+    assert calls == [(args.private_path, {"map_location": torch.device("cpu"), "weights_only": True})]
+    assert not args.private_path.exists()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: all ranks share it")
+def test_check_on_a_shared_gpu(tmp_path):
+    ranks = torch.cuda.device_count() + 1
+    assert demo("all", tmp_path, "--check", "--device", "cuda", "--world_size", ranks)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs: two ranks on two each")
+def test_check_on_two_gpus_each(tmp_path):
+    assert demo("all", tmp_path, "--check", "--device", "cuda")
+
+
+# --- skewed processing speeds
+
+
+def test_all_wait_for_the_slow_rank(tmp_path, capfd):
+    skew = demo("skew", tmp_path, "--slow_rank", 0, "--delay", 0.3, "--timeout", 20, "--steps", 4)["skew"]
+    assert skew["compute_s"][0] > skew["wait_s"][0]
+    assert skew["compute_s"][1] < skew["wait_s"][1]
+    for spans in skew["spans"]:
+        assert len(spans) == 4
+        assert spans[-1][-1] > 3 * 0.3  # nobody is ahead of the slow rank by more than a step
+    assert capfd.readouterr().out.splitlines()[-1].startswith("skew on 2 ranks: a step takes 0.")
+    width, height = struct.unpack(">II", (tmp_path / "skew.png").read_bytes()[16:24])
+    assert min(width, height) > 300
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.json", "skew.png"]
+
+
+def test_timeout_is_told_in_words(tmp_path, capfd):
+    with pytest.raises(SystemExit) as stop:
+        demo("skew", tmp_path, "--slow_rank", 1, "--delay", 100, "--timeout", 1)
+    assert stop.value.code == 1
+    *_, told, last = capfd.readouterr().err.splitlines()
+    assert told.startswith("RuntimeError: step 1: rank 0 waited 1 s in backward() for the gradients of a slower rank")
+    assert "--timeout" in told
+    assert last == "error: rank 0 (rank0) raised RuntimeError; stopped 1 other process"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_killed(tmp_path):
+    """A rank that dies is not taken for a slow one."""
+    command = script(MAIN, "--demo", "skew", "--slow_rank", 1, "--delay", 0.1, "--steps", 1000)
+    with running(command, tmp_path, until="skew: rank 1 takes 0.1 s longer") as process:
+        os.kill(workers(process)[1], signal.SIGKILL)
+        _, err = end(process)
+        assert process.returncode == 1
+        assert err == "error: rank 1 (rank1) was killed by SIGKILL; stopped 1 other process\n"
+        nothing_left(process, tmp_path)
+
+
+# --- elastic.py
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A training that nobody disturbs: its metrics, and what its checkpoint holds."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    flags = ["--epochs", EPOCHS, "--checkpoint", folder / "run.pt", "--output_dir", folder]
+    metrics = elastic.main(list(map(str, flags)))
+    return metrics, torch.load(folder / "run.pt", weights_only=True)
+
+
+def test_elastic_learns(undisturbed):
+    metrics, state = undisturbed
+    assert state["history"] == metrics["history"]
+    assert [row["epoch"] for row in metrics["history"]] == list(range(1, EPOCHS + 1))
+    assert metrics["history"][-1]["loss"] < 0.1 * metrics["history"][0]["loss"]
+    assert metrics["history"][-1]["accuracy"] == metrics["test_accuracy"] > 0.95
+    assert metrics["attempts"] == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_a_random_moment(seed, undisturbed, tmp_path):
+    """All epochs are done, none twice, and not a bit tells that a worker was killed."""
+    rng = random.Random(seed)
+    leftover = tmp_path / ".run.pt.4711.tmp"
+    leftover.write_text("half a checkpoint")
+    command = torchrun(2, ELASTIC, "--epochs", EPOCHS, "--checkpoint", "run.pt")
+    command[3:3] = ["--max_restarts", "3"]
+    with running_torchrun(command, tmp_path, until="attempt 1: starts with epoch 1") as process:
+        for epoch in range(1, rng.randint(2, EPOCHS - 2)):
+            began = time.monotonic()
+            assert f"epoch {epoch} " in process.stdout.readline()
+        time.sleep(rng.uniform(0, time.monotonic() - began))  # some moment of the next epoch
+        os.kill(rng.choice(ranks_of(process)), signal.SIGKILL)
+        out, err = end(process, within_s=60)
+        assert process.returncode == 0, err
+    assert out.count("[rank0] attempt 2: resumed after epoch ") == 1
+    assert out.splitlines()[-1].startswith(f"{EPOCHS} epochs on 2 ranks: test accuracy ")
+    metrics = json.loads((tmp_path / "outputs/ddp_basic/elastic/metrics.json").read_text())
+    assert metrics["attempts"] == 2
+    whole, state = undisturbed
+    assert metrics["history"] == whole["history"]
+    resumed = torch.load(tmp_path / "run.pt", weights_only=True)
+    for name, weights in state["model"].items():
+        assert torch.equal(resumed["model"][name], weights)
+
+
+def write_for_ever(state, args, started):
+    """In a process of its own, which is going to be killed."""
+    with contextlib.suppress(BaseException):
+        os.write(started, b".")
+        while True:
+            elastic.save(*state, args)
+    os._exit(1)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # the child needs no thread
+@pytest.mark.parametrize("how", ["as it is", "torch.save"])
+def test_killed_while_it_writes(how, tmp_path, monkeypatch):
+    """20 times in a row: the file is always whole. With a plain torch.save it is not, so the test could tell."""
+    args = parsed(elastic, tmp_path, "--checkpoint", tmp_path / "run.pt")
+    if how == "torch.save":
+        monkeypatch.setattr(checkpoint, "save", lambda args, state: torch.save(state, args.checkpoint))
+    model = elastic.build_model(0)
+    state = (model, torch.optim.SGD(model.parameters()), [{"epoch": 1}])
+    elastic.save(*state, args)
+    rng, unreadable = random.Random(0), 0
+    for _ in range(20):
+        wait, started = os.pipe()
+        child = os.fork()  # not a new interpreter: each would take seconds to import torch
+        if child == 0:
+            write_for_ever(state, args, started)
+        os.read(wait, 1)
+        time.sleep(rng.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        os.close(wait)
+        os.close(started)
+        try:
+            assert torch.load(args.checkpoint, weights_only=True)["history"] == [{"epoch": 1}]
+        except Exception:
+            unreadable += 1
+    assert (unreadable == 0) == (how == "as it is"), unreadable
+
+
+def test_elastic_check_passes(tmp_path, capfd):
+    """With three ranks, where the order in which gradients are summed could differ."""
+    flags = ["--check", "--world_size", "3", "--global_batch_size", "48", "--output_dir", str(tmp_path)]
+    differences = elastic.main(flags)
+    assert differences["one epoch, weights"] < 1e-2
+    assert differences["one epoch, loss"] < 1e-3
+    assert differences["interrupted, weights"] == differences["interrupted, losses"] == 0
+    assert capfd.readouterr().out.count(" ok\n") == 4
+
+
+def test_elastic_check_can_fail(one_rank, tmp_path, monkeypatch, capfd):
+    """The momentum is part of the training: without it in the checkpoint, an interruption shows."""
+    save = elastic.save
+
+    def forgetful(model, optimizer, history, args):
+        save(model, torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9), history, args)
+
+    monkeypatch.setattr(elastic, "save", forgetful)
+    monkeypatch.setattr(elastic, "launch", lambda run_worker, args, role_name: run_worker(0, 1, args))
+    with pytest.raises(SystemExit) as stop:
+        elastic.main(["--check", "--world_size", "1", "--device", "cpu", "--output_dir", str(tmp_path)])
+    assert stop.value.code == 1
+    verdicts = [line.split()[-1] for line in capfd.readouterr().out.splitlines() if "[check]" in line]
+    assert verdicts == ["ok", "ok", "FAIL", "FAIL"]
+
+
+def test_batches_follow_from_seed_and_epoch(tmp_path):
+    args = parsed(elastic, tmp_path, "--global_batch_size", 30)
+    train_set, _ = load_data(args)
+
+    def shares(epoch):
+        return [torch.cat(elastic.batches_of(rank, 3, train_set, epoch, args)) for rank in range(3)]
+
+    assert len({len(share) for share in shares(1)}) == 1  # or some ranks would wait for ever
+    assert set(torch.cat(shares(1)).tolist()) == set(range(len(train_set)))
+    assert all(map(torch.equal, shares(2), shares(2)))
+    assert not any(map(torch.equal, shares(1), shares(2)))
+
+
+# --- what can go wrong
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    *(bad("--world_size", value, says=("--world_size", value, "at least 1")) for value in ("0", "-3", "two")),
+    *(bad("--steps", value, says=("--steps", value, "at least 1")) for value in ("0", "1.5")),
+    *(bad("--local_batch_size", value, says=("--local_batch_size", value, "at least 1")) for value in ("0", "-20")),
+    *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "nan")),
+    *(bad("--delay", value, says=("--delay", value, "at least 0")) for value in ("-1", "inf")),
+    bad("--timeout", "0", says=("--timeout", "0", "above 0")),
+    bad("--demo", "advanced", says=("--demo", "advanced", "checkpoint")),
+    bad("--demo", "skew", "--slow_rank", "2", says=("--slow_rank", "'2'", "below --world_size 2")),
+    bad("--slow_rank", "-1", says=("--slow_rank", "-1", "at least 0")),
+    bad("--demo", "skew", "--check", says=("--demo", "skew", "--check")),
+    bad("--rank", "2", "--master_addr", "localhost", says=("--rank", "2", "below")),
+    bad("--output_dir", "/dev/null", says=("--output_dir", "/dev/null", "written")),
+])
+def test_bad_input(flags, says, refused):
+    refused(ddp_basic.main, flags, says)
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    *(bad("--epochs", value, says=("--epochs", value, "at least 1")) for value in ("0", "ten")),
+    *(bad("--global_batch_size", value, says=("--global_batch_size", value, "at least 1 and at most 1437"))
+      for value in ("0", "1438")),
+    bad("--global_batch_size", "15", says=("--global_batch_size", "15", "a multiple of --world_size 2")),
+    bad("--world_size", "2000", says=("--global_batch_size", "32", "a multiple of --world_size 2000")),
+    bad("--lr", "-0.1", says=("--lr", "-0.1", "above 0")),
+    bad("--dataset", "cifar", says=("--dataset", "cifar", "mnist")),
+    bad("--checkpoint", "/dev/null/run.pt", says=("--checkpoint", "/dev/null/run.pt", "written")),
+    bad("--checkpoint", "/", says=("--checkpoint", "/")),
+])
+def test_elastic_bad_input(flags, says, refused):
+    refused(elastic.main, flags, says)
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_no_mnist(damage, tmp_path, refused, monkeypatch):
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    if damage == "damaged":
+        for part in ("train", "t10k"):
+            for name in ("images-idx3-ubyte", "labels-idx1-ubyte"):
+                (raw / f"{part}-{name}").write_bytes(b"not what it should be")
+    monkeypatch.setattr(import_torchvision().datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
+    folder = str(tmp_path / "data")
+    refused(elastic.main, ["--dataset", "mnist", "--data_dir", folder], ["--data_dir", folder, "--dataset digits"])
+
+
+@pytest.mark.parametrize("kind", ["truncated", "foreign", "another example", "text", "another model", "--seed", "--lr"])
+def test_not_this_trainings_checkpoint(kind, tmp_path, refused):
+    path = tmp_path / "run.pt"
+    args = parsed(elastic, tmp_path, "--checkpoint", path, *([kind, "3"] if kind.startswith("--") else []))
+    args.example = "rpc_rl" if kind == "another example" else args.example
+    model = torch.nn.Linear(3, 3) if kind == "another model" else elastic.build_model(0)
+    elastic.save(model, torch.optim.SGD(model.parameters()), [{"epoch": 1}], args)
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[:20_000])
+    elif kind == "foreign":
+        torch.save(model.state_dict(), path)
+    elif kind == "text":
+        path.write_text("lr = 0.01\n")
+    before = path.read_bytes()
+    says = [kind, "as in the checkpoint"] if kind.startswith("--") else [str(path)]
+    refused(elastic.main, ["--checkpoint", str(path)], says)
+    assert path.read_bytes() == before

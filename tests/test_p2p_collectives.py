@@ -1,0 +1,395 @@
+"""Tutorial 6_4."""
+
+import json
+import os
+import signal
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.launch import launch
+from common.session import process_group
+from common.vision import import_torchvision
+from p2p_collectives import init_methods, ring_allreduce, train
+from p2p_collectives import main as demos
+from p2p_collectives.partition import DataPartitioner
+from p2p_collectives.ring_allreduce import fit_model, model_seconds
+from p2p_collectives.rings import RingAllReduce
+from tests.helpers import bad, commands_in, end, faulty, nothing_left, run, running, script, torchrun, workers
+from tests.test_data import write_mnist
+
+README = "p2p_collectives/README.md"
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """Let this process be a world of its own."""
+    for name, value in (("INIT_METHOD", f"file://{tmp_path}/store"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"),
+                        ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+
+
+def flags(parser, folder, *given):
+    return parser.parse_args(["--output_dir", str(folder / "out"), *map(str, given)])
+
+
+# --- messages and collectives
+
+
+def test_demos(tmp_path):
+    """The README's first command."""
+    result = run(script(*commands_in(README)[0][1:]), tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert result.stdout.splitlines()[-1] == "19 operations on 4 ranks over gloo: every rank holds what it should"
+    assert "FAIL" not in result.stdout
+    metrics = json.loads((tmp_path / "outputs/p2p_collectives/metrics.json").read_text())
+    rows = {operation["operation"]: operation["rows"] for operation in metrics["operations"]}
+    assert rows["all_reduce SUM"] == [[[rank + 1], [10], [10]] for rank in range(4)]  # before, after, expected
+    assert [after for _, after, _ in rows["all_to_all"]] == [[r, 10 + r, 20 + r, 30 + r] for r in range(4)]
+    assert [after for _, after, _ in rows["reduce SUM"]] == [[10], None, None, None]
+    assert [after for _, after, _ in rows["all_reduce in [0, 1]"]] == [[2], [2], [1], [1]]
+    # A table is not torn: below its title and its heading, the rows of all ranks in their order.
+    lines = result.stdout.splitlines()
+    at = lines.index("broadcast: rank 0's tensor to all")
+    assert [line.split()[0] for line in lines[at + 1 : at + 6]] == ["rank", "0", "1", "2", "3"]
+
+
+def test_check_of_the_demos(capfd, tmp_path):
+    differences = demos.main(["--world_size", "3", "--check", "--output_dir", str(tmp_path)])
+    assert len(differences) == 19
+    assert set(differences.values()) == {0}
+    assert capfd.readouterr().out.count(" ok\n") == 19
+
+
+@pytest.mark.parametrize("flag", [[], ["--check"]])
+def test_demos_can_fail(flag, tmp_path):
+    """The tutorial's reduce_op is gone; whoever reduces with the wrong operator must hear of it."""
+    patch = "example.dist.ReduceOp.MAX = example.dist.ReduceOp.SUM"
+    command = [*faulty("p2p_collectives.main", tmp_path, patch), "--world_size", "2", "--demo", "collectives", *flag]
+    result = run(command, tmp_path)
+    assert result.returncode == 1
+    assert "all_reduce MAX" in (result.stdout if flag else result.stdout.splitlines()[-1])
+    assert "FAIL" in result.stdout
+
+
+def test_a_gap_of_the_backend_is_said(alone):
+    def not_there(tensor):
+        raise RuntimeError("Backend gloo does not support this\nat some line")
+
+    with process_group(0, 1, 10):
+        outcome = demos.refused(not_there, torch.zeros(1))
+        assert outcome.says == "not in gloo: Backend gloo does not support this"
+        assert demos.refused(dist.all_reduce, torch.zeros(1)) is None
+        with pytest.raises(RuntimeError, match="another"):
+            demos.refused(lambda: (_ for _ in ()).throw(RuntimeError("another matter")))
+
+
+# --- rings
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_sums_of_rings(world_size, tmp_path):
+    """Any size, any type, any number of ranks; and the same bits everywhere, but for the tutorial's ring."""
+    differences = ring_allreduce.main(["--check", "--world_size", str(world_size), "--output_dir", str(tmp_path)])
+    for dtype in ("float32", "float64", "int64"):
+        for name in ("all_reduce", "ring_naive", "ring_chunked", "RingAllReduce", "RingAllReduce_short"):
+            assert differences[f"{name} {dtype}"] <= {"float32": 6e-7, "float64": 2e-15, "int64": 0}[dtype]
+        for name in ("ring_chunked", "RingAllReduce", "RingAllReduce_short"):
+            assert differences[f"{name} {dtype}, rank by rank"] == 0
+
+
+def bytes_sent(rank, world_size, args):
+    """How much each ring sends for 4,000 bytes."""
+    sent, isend = [], dist.isend
+
+    def counting(tensor, *place):
+        sent.append(tensor.numel() * tensor.element_size())
+        return isend(tensor, *place)
+
+    ring_allreduce.dist.isend = counting
+    totals = {}
+    with process_group(rank, world_size, args.timeout):
+        for name, ring in ring_allreduce.algorithms(torch.float32).items():
+            sent.clear()
+            ring(torch.ones(1000))
+            totals[name] = sum(sent)
+    return totals if rank == 0 else None
+
+
+def test_chunks_save_bytes(tmp_path):
+    """The tutorial's ring sends the whole tensor N-1 times: N/2 times the bytes."""
+    totals = launch(bytes_sent, flags(ring_allreduce.build_parser(), tmp_path), ring_allreduce.role_name)
+    assert totals["ring_naive"] == 3 * 4000
+    assert totals["ring_chunked"] == totals["RingAllReduce"] == 2 * 3 * 1000
+
+
+def test_measured_rows_and_picture(tmp_path, capfd):
+    sizes = ("4096", "800000")
+    metrics = ring_allreduce.main(["--world_size", "2", "--sizes", *sizes, "--repeats", "3", "--dtype", "int64",
+                                   "--output_dir", str(tmp_path / "out")])
+    assert capfd.readouterr().err == ""
+    assert [row["bytes"] for row in metrics["rows"]] == [4096] * 4 + [800000] * 4
+    for row in metrics["rows"]:
+        assert row["world_size"] == 2
+        assert row["bus_GBps"] == pytest.approx(row["bytes"] / row["median_s"] / 1e9)  # 2(N-1)/N is 1 for 2 ranks
+        assert row["vs_all_reduce"] > 0
+    assert [row["vs_all_reduce"] for row in metrics["rows"] if row["algorithm"] == "all_reduce"] == [1, 1]
+    width, height = struct.unpack(">II", (tmp_path / "out/bandwidth.png").read_bytes()[16:24])
+    assert min(width, height) > 300
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bandwidth.png", "metrics.json"]
+
+
+def test_algorithms_take_turns(alone, monkeypatch, tmp_path):
+    """A B A B, not A A B B."""
+    order = []
+    fakes = {name: lambda tensor, name=name: order.append(name) for name in ("all_reduce", "B")}
+    monkeypatch.setattr(ring_allreduce, "algorithms", lambda dtype: fakes)
+    args = flags(ring_allreduce.build_parser(), tmp_path, "--sizes", 64, "--repeats", 2, "--world_size", 1)
+    ring_allreduce.run_worker(0, 1, args)
+    assert order == ["all_reduce", "B"] * 3
+
+
+def test_a_wrong_sum_is_not_timed(tmp_path):
+    patch = "example.ring_chunked = lambda tensor: None"
+    result = run([*faulty("p2p_collectives.ring_allreduce", tmp_path, patch), "--world_size", "2", "--sizes", "64"],
+                 tmp_path)
+    assert result.returncode == 1
+    assert "ring_chunked has summed 64 B wrongly" in result.stderr
+    assert not (tmp_path / "outputs/p2p_collectives/ring_allreduce/metrics.json").exists()
+
+
+def test_model_is_recovered():
+    points = [(n_bytes, model_seconds(4, n_bytes, 1e-4, 2e9)) for n_bytes in (2**14, 2**20, 2**26)]
+    assert fit_model(4, points) == pytest.approx((1e-4, 2e9))
+
+
+def test_no_model_of_one_size():
+    assert fit_model(4, [(2**20, 0.1), (2**20, 0.2)]) is None
+    assert fit_model(4, [(2**20, 0.1), (2**21, 0.1 / 4)]) is None  # more bytes in less time
+
+
+def test_a_ring_of_one(alone):
+    """Its buffers are made once, and of the size that was asked for."""
+    with process_group(0, 1, 10):
+        ring = RingAllReduce(torch.float32, segment_bytes=64, n_buffers=3)
+        assert [buffer.numel() for buffer in ring.buffers] == [16, 16, 16]
+        tensor = torch.arange(5.0)
+        ring(tensor)
+        assert tensor.tolist() == [0, 1, 2, 3, 4]
+
+
+# --- training
+
+
+@pytest.mark.parametrize("n_samples", [7, 100, 1437])
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_partitions_cover_everything_once(n_samples, parts):
+    """The tutorial rounds each length down, and loses the rest."""
+    partitioner = DataPartitioner(range(n_samples), [1 / parts] * parts, seed=3)
+    used = [partitioner.use(part) for part in range(parts)]
+    assert sorted(torch.cat([part.index for part in used]).tolist()) == list(range(n_samples))
+    assert max(map(len, used)) - min(map(len, used)) <= 1
+    again = DataPartitioner(range(n_samples), [1 / parts] * parts, seed=3)  # another rank
+    assert all(torch.equal(one.index, again.use(part).index) for part, one in enumerate(used))
+    assert used[0][0] == used[0].index[0]
+
+
+def test_partitions_of_the_tutorial():
+    assert [len(part) for part in DataPartitioner(range(10)).partitions] == [7, 2, 1]
+
+
+@pytest.mark.parametrize(("world_size", "global_batch_size"), [(1, 128), (2, 128), (3, 128), (8, 8), (4, 5000)])
+def test_batches_add_up(world_size, global_batch_size):
+    """In the tutorial, a batch size is a float; here no sample is lost and no rank has more steps than another."""
+    args = SimpleNamespace(dataset="digits", data_dir=None, seed=0, global_batch_size=global_batch_size)
+    pieces = []
+    for rank in range(world_size):
+        train_set, joined, _ = train.partition_dataset(args, rank, world_size)
+        pieces.append([(len(labels), share) for _, labels, share in train.batches(train_set, joined, rank)])
+        assert all(type(size) is int for size in joined)
+        assert max(joined) <= global_batch_size + 1
+    assert sum(joined) == 1437
+    for step, size in enumerate(joined):
+        assert sum(of_rank[step][0] for of_rank in pieces) == size
+        assert sum(of_rank[step][1] for of_rank in pieces) == pytest.approx(1)
+        assert min(of_rank[step][0] for of_rank in pieces) >= 1
+
+
+def test_check_of_the_training(capfd, tmp_path):
+    """On 3 ranks the pieces are not equal: 40 and 39 samples of 119."""
+    differences = train.main(["--check", "--world_size", "3", "--output_dir", str(tmp_path)])
+    assert capfd.readouterr().out.count(" ok\n") == len(differences) == 9
+
+
+def test_check_of_the_training_can_fail(tmp_path):
+    """Every piece with the same weight, as in the tutorial, is not the gradient of the joined batch."""
+    patch = """
+honest = example.average_gradients
+example.average_gradients = lambda model, share: honest(model, 1 / 3)
+"""
+    command = [*faulty("p2p_collectives.train", tmp_path, patch), "--check", "--world_size", "3"]
+    result = run(command, tmp_path)
+    assert result.returncode == 1
+    assert "per_parameter, gradient of the first step: differs by" in result.stdout
+    assert result.stdout.count("FAIL") == 2
+
+
+def test_ranks_that_drift_apart_are_noticed(tmp_path):
+    """The tutorial's `average_gradients` in one printing: it divides, and forgets the all_reduce."""
+    patch = """
+def average_gradients(model, share):
+    for param in model.parameters():
+        param.grad *= share
+example.average_gradients = average_gradients
+"""
+    result = run([*faulty("p2p_collectives.train", tmp_path, patch), "--epochs", "1"], tmp_path)
+    assert result.returncode == 1
+    assert "ArithmeticError: the replicas have drifted apart" in result.stderr
+
+
+def test_training(tmp_path):
+    """The README's command, with its defaults."""
+    command = next(command for command in commands_in(README) if "train.py" in command[1])
+    result = run(script(*command[1:]), tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    metrics = json.loads((tmp_path / "outputs/p2p_collectives/train/metrics.json").read_text())
+    assert metrics["test_accuracy"] >= 0.96
+    assert metrics["sync"] == "per_parameter"
+    assert metrics["samples_per_s"] > 0
+    assert len(metrics["epochs"]) == 10
+    assert metrics["epochs"][-1]["loss"] < 0.3 * metrics["epochs"][0]["loss"]
+    assert metrics["epochs"][-1]["accuracy"] == metrics["test_accuracy"]
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("[rank0] epoch  1  test accuracy ")
+    assert "weights equal to the bit" in lines[-1]
+
+
+def test_resume_continues_as_if_never_stopped(tmp_path):
+    saved, some = tmp_path / "run.pt", ["--sync", "flat", "--epochs", "5"]
+    whole = train.main([*some, "--output_dir", str(tmp_path / "whole")])
+    command = script("p2p_collectives/train.py", *some, "--checkpoint", saved)
+    with running(command, tmp_path, until="epoch  3") as process:
+        os.killpg(process.pid, signal.SIGKILL)
+    assert 2 <= len(torch.load(saved, weights_only=True)["epochs"]) < 5
+    resumed = train.main([*some, "--checkpoint", str(saved), "--resume", "--output_dir", str(tmp_path / "resumed")])
+    assert resumed["epochs"] == whole["epochs"]
+
+
+def test_torchrun(tmp_path):
+    result = run(torchrun(2, "p2p_collectives/train.py", "--sync", "ddp", "--epochs", 1), tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("[rank0] epoch  1") == result.stdout.count("weights equal to the bit") == 1
+
+
+def test_killed(tmp_path):
+    command = script("p2p_collectives/train.py", "--epochs", 1000)
+    with running(command, tmp_path, until="epoch  2") as process:
+        os.kill(workers(process)[1], signal.SIGKILL)
+        _, err = end(process)
+        assert process.returncode == 1
+        assert err == "error: rank 1 (rank1) was killed by SIGKILL; stopped 1 other process\n"
+        nothing_left(process, tmp_path)
+
+
+# --- ways to meet
+
+
+def test_three_ways_to_meet(tmp_path):
+    result = run(script("p2p_collectives/init_methods.py"), tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1] == (
+        "env, tcp, file: 3 ranks found each other 3 times, and their sum is 6 each time")
+    metrics = json.loads((tmp_path / "outputs/p2p_collectives/init_methods/metrics.json").read_text())
+    for meeting, word in zip(metrics["meetings"], ("MASTER_ADDR=", "tcp://127.0.0.1:", "file:///"), strict=True):
+        assert [row["rank"] for row in meeting["ranks"]] == [0, 1, 2]
+        assert all(word in row["knew"] for row in meeting["ranks"])
+
+
+def test_two_terminals_and_a_shared_file(tmp_path):
+    place = ["--method", "file", "--file", tmp_path / "shared", "--world_size", 2, "--master_addr", "localhost"]
+    with running(script("p2p_collectives/init_methods.py", *place, "--rank", 1), tmp_path) as other:
+        result = run(script("p2p_collectives/init_methods.py", *place, "--rank", 0), tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines()[-1] == "file: 2 ranks found each other once, and their sum is 3"
+        end(other, within_s=30)
+        assert other.returncode == 0
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    *(bad("--world_size", value, says=("--world_size", value, "at least 2")) for value in ("0", "1", "-3", "two")),
+    bad("--demo", "everything", says=("--demo", "everything", "nonblocking")),
+])
+def test_bad_input_for_the_demos(given, says, refused):
+    refused(demos.main, given, says)
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    *(bad("--sizes", value, says=("--sizes", value, "at least 1")) for value in ("0", "-4", "1e6")),
+    bad("--sizes", 6, says=("--sizes", "6", "multiples of 4")),
+    bad("--sizes", 8, 12, "--dtype", "int64", says=("--sizes", "12", "multiples of 8")),
+    bad("--repeats", 0, says=("--repeats", "0", "at least 1")),
+    bad("--dtype", "float16", says=("--dtype", "float16", "float64")),
+    bad("--world_size", 0, says=("--world_size", "0", "at least 1")),
+])
+def test_bad_input_for_the_rings(given, says, refused):
+    refused(ring_allreduce.main, given, says)
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    *(bad(flag, value, says=(flag, value, "at least 1"))
+      for flag in ("--epochs", "--global_batch_size", "--world_size") for value in ("0", "-1", "1.5")),
+    bad("--global_batch_size", 3, "--world_size", 4, says=("--global_batch_size", "3", "at least 4")),
+    bad("--world_size", 2000, "--global_batch_size", 2000, says=("--world_size", "2000", "at most 1437")),
+    *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "nan")),
+    bad("--momentum", 1.5, says=("--momentum", "1.5", "at most 1")),
+    bad("--sync", "hogwild", says=("--sync", "hogwild", "flat")),
+    bad("--resume", says=("--resume", "--checkpoint")),
+    bad("--dataset", "cifar", says=("--dataset", "cifar", "mnist")),
+])
+def test_bad_input_for_the_training(given, says, refused):
+    refused(train.main, given, says)
+
+
+@pytest.mark.parametrize("damage", ["empty", "damaged"])
+def test_no_mnist(damage, refused, tmp_path, monkeypatch):
+    """One process looks for it, before the ranks could race for the download."""
+    if damage == "damaged":
+        for path in write_mnist(tmp_path, {"train": 30, "t10k": 10}).iterdir():
+            path.write_bytes(path.read_bytes()[:9])
+    monkeypatch.setattr(import_torchvision().datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
+    refused(train.main, ["--dataset", "mnist", "--data_dir", str(tmp_path)], (str(tmp_path), "--dataset digits"))
+
+
+@pytest.mark.parametrize("kind", ["another model", "another example", "truncated", "more epochs"])
+def test_not_our_checkpoint(kind, refused, tmp_path):
+    path = tmp_path / "run.pt"
+    state = {"example": train.EXAMPLE, "model": train.Net().state_dict(), "epochs": []}
+    if kind == "another model":
+        state["model"]["fc2.weight"] = torch.zeros(3, 3)
+    elif kind == "more epochs":
+        state["epochs"] = [{}] * 11
+    torch.save({**state, **({"example": "rpc_rl"} if kind == "another example" else {})}, path)
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[:1000])
+    before = path.read_bytes()
+    refused(train.main, ["--checkpoint", str(path), "--resume"], ["--epochs" if kind == "more epochs" else str(path)])
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    bad("--method", "udp", says=("--method", "udp", "tcp")),
+    bad("--rank", 0, "--master_addr", "localhost", says=("--method", "all", "env, tcp, file")),
+    bad("--rank", 0, "--master_addr", "localhost", "--method", "file", says=("--method", "file", "--file")),
+    bad("--file", "/dev/null", says=("--file", "/dev/null", "nothing is yet")),
+    bad("--file", "/proc/1/none/store", says=("--file", "/proc/1/none/store", "written")),
+])
+def test_bad_input_for_the_meeting(given, says, refused):
+    refused(init_methods.main, given, says)
