@@ -21,11 +21,12 @@ def load(args):
     try:
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        refuse("--checkpoint", args.checkpoint, "an existing file with --resume")
+        refuse("--checkpoint", args.checkpoint, "an existing file with --resume", args.checkpoint_rank)
     except Exception:  # whatever torch.load makes of bytes that it did not write
         state = None
     if not isinstance(state, dict) or state.get("example") != args.example:
-        refuse("--checkpoint", args.checkpoint, f"a whole checkpoint of {args.example}: this file is something else")
+        refuse("--checkpoint", args.checkpoint, f"a whole checkpoint of {args.example}: this file is something else",
+               args.checkpoint_rank)
     return state
 
 
@@ -36,11 +37,12 @@ def inspect(args, model=None):
         args: the parsed flags.
         model: whose weights are under "model" in the state; a checkpoint of another model is refused.
     """
-    if args.checkpoint is None or not starts_rank(args, 0):
+    if args.checkpoint is None or not starts_rank(args, args.checkpoint_rank):
         return None
     state = load(args) if args.resume or args.checkpoint.exists() else None
     if state and model and _shapes(state.get("model", {})) != _shapes(model.state_dict()):
-        refuse("--checkpoint", args.checkpoint, "a checkpoint of this very model: in this one the shapes differ")
+        refuse("--checkpoint", args.checkpoint, "a checkpoint of this very model: in this one the shapes differ",
+               args.checkpoint_rank)
     return state if args.resume else None
 
 

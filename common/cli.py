@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, example, description, world_size, min_world_size=1):
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
-        self.set_defaults(example=example)
+        self.set_defaults(example=example, checkpoint_rank=0)
         add = self.add_argument
         processes = bounded(int, at_least=min_world_size)
         add("--world_size", type=processes, default=world_size, metavar="N", help="number of processes")
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         add("--check", action="store_true", help="prove the example against a single process instead of running it")
 
     def add_checkpoint_flags(self):
-        """Add `--checkpoint FILE` and `--resume`."""
+        """Add `--checkpoint FILE` and `--resume`; rank 0 writes it, unless `set_defaults(checkpoint_rank=)` says so."""
         self.add_argument("--checkpoint", type=Path, metavar="FILE", help="save the training here (default: nowhere)")
         self.add_argument("--resume", action="store_true", help="continue from --checkpoint")
 
@@ -63,8 +63,9 @@ class Parser(argparse.ArgumentParser):
             refuse("--device", "cuda", "auto or cpu: torch sees no GPU here")
         if getattr(args, "resume", False) and args.checkpoint is None:
             refuse("--resume", "given", "it together with --checkpoint FILE, the file to continue from")
-        if getattr(args, "checkpoint", None) is not None and not args.resume and starts_rank(args, 0):
-            require_writable_folder("--checkpoint", args.checkpoint.parent, shown=args.checkpoint)
+        writer = args.checkpoint_rank
+        if getattr(args, "checkpoint", None) is not None and not args.resume and starts_rank(args, writer):
+            require_writable_folder("--checkpoint", args.checkpoint.parent, args.checkpoint, writer)
         require_writable_folder("--output_dir", args.output_dir)
         return args
 
@@ -112,14 +113,17 @@ def bounded(kind, at_least=None, above=None, at_most=None):
     return convert
 
 
-def refuse(flag, value, accepted):
-    """End with status 2 and one line that names the flag, its value and what would be accepted."""
-    _say(f"error: argument {flag}: {str(value)!r} is not accepted; give {accepted}")
+def refuse(flag, value, accepted, rank=0):
+    """End with status 2 and one line that names the flag, its value and what would be accepted.
+
+    Under torchrun every rank gets here, or only the one that needs what is wrong: `rank` says the line, for all.
+    """
+    _say(f"error: argument {flag}: {str(value)!r} is not accepted; give {accepted}", rank)
     raise SystemExit(2)
 
 
-def _say(line):
-    if os.environ.get("RANK", "0") == "0":  # under torchrun every rank gets here; one line is enough
+def _say(line, rank=0):
+    if not dist.is_torchelastic_launched() or os.environ["RANK"] == str(rank):
         print(line, file=sys.stderr, flush=True)
 
 
@@ -130,7 +134,7 @@ def starts_rank(args, rank):
     return args.rank is None or args.rank == rank
 
 
-def require_writable_folder(flag, folder, shown=None):
+def require_writable_folder(flag, folder, shown=None, rank=0):
     """Create `folder` if need be; refuse `flag` if files cannot be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,4 +142,4 @@ def require_writable_folder(flag, folder, shown=None):
             pass
     except OSError as error:
         reason = (error.strerror or "not writable").lower()
-        refuse(flag, shown or folder, f"a place where files can be written ({folder}: {reason})")
+        refuse(flag, shown or folder, f"a place where files can be written ({folder}: {reason})", rank)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 import struct
@@ -36,6 +37,9 @@ def enter(rank, world_size, local_rank, local_world_size, init_method, master_ad
         torch.set_num_threads(max(1, core_count() // local_world_size))
     # init_rpc hands its own gloo Backend to a collective that would rather have a ProcessGroup: torch's business.
     warnings.filterwarnings("ignore", message=r"You are using a Backend .* as a ProcessGroup")
+    # DistributedOptimizer warns of any optimizer that it does not compile to TorchScript, which is deprecated by now.
+    logging.getLogger("torch.distributed.optim.optimizer").addFilter(
+        lambda record: "without TorchScript support" not in record.getMessage())
 
 
 def core_count():

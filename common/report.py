@@ -25,10 +25,13 @@ def log(role, text):
     sys.stdout.flush()
 
 
-def progress(total, unit, initial=0):
-    """A tqdm bar on a terminal; elsewhere one that shows nothing (`bar.disable`), where plain lines should do."""
+def progress(total, unit, initial=0, show=True):
+    """A tqdm bar on a terminal; elsewhere one that shows nothing (`bar.disable`), where plain lines should do.
+
+    Where several ranks have the same loop, only one should `show` its bar.
+    """
     terminal = sys.stdout.isatty() and sys.stderr.isatty()
-    return Bar(total=total, unit=unit, initial=initial, disable=not terminal, dynamic_ncols=True)
+    return Bar(total=total, unit=unit, initial=initial, disable=not (terminal and show), dynamic_ncols=True)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
+from common.place import core_count
+
 _goodbye = torch.futures.Future()  # completed once this process has left its `with rpc_session(...)` block
 
 
@@ -28,7 +30,12 @@ def process_group(rank, world_size, timeout, device="cpu"):
     if backend == "nccl":
         torch.cuda.set_device(device)  # where nccl's barriers and object collectives put their tensors
     limit = timedelta(seconds=timeout)
-    dist.init_process_group(backend, os.environ["INIT_METHOD"], timeout=limit, rank=rank, world_size=world_size)
+    # A tcp:// store is opened by rank 0 of all processes, which need not be in this group, nor be its rank 0.
+    store = _tcp_store(timeout, wait_for_workers=False)
+    if store is None:
+        store, _, _ = next(dist.rendezvous(os.environ["INIT_METHOD"], rank, world_size, timeout=limit))
+    store = dist.PrefixStore("process group", store)  # apart from the keys of the RPC world
+    dist.init_process_group(backend, store=store, timeout=limit, rank=rank, world_size=world_size)
     yield backend
     dist.destroy_process_group()  # not after an error: it would only make the others fail first
 
@@ -53,10 +60,12 @@ def rpc_session(name, rank, world_size, timeout, num_worker_threads=16):
     # The gloo group in which the workers get to know each other would wait half an hour; torch gives no other handle.
     rpc.constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout)
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=os.environ["INIT_METHOD"], rpc_timeout=timeout, num_worker_threads=num_worker_threads
-    )
+        init_method=os.environ["INIT_METHOD"], rpc_timeout=timeout, num_worker_threads=num_worker_threads,
+        _transports=_transports(),
+    )  # fmt: skip
     try:
-        store = _rendezvous(rank, world_size, timeout)  # noqa: F841  held to the end: on rank 0 it is the server of all
+        # init_rpc alone would wait half an hour for a missing process at a tcp:// store.
+        store = _tcp_store(timeout, wait_for_workers=True)  # noqa: F841  held to the end: on rank 0 it serves all
         rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
     except RuntimeError as error:
         raise RuntimeError(f"not all {world_size} workers have joined within {timeout:g} s") from error
@@ -80,13 +89,26 @@ def _until_goodbye():
     return _goodbye
 
 
-def _rendezvous(rank, world_size, timeout):
-    """Wait for all processes at a tcp:// store: `init_rpc` alone would wait half an hour for a missing one."""
+def _transports():
+    """TensorPipe's ways to send, or None for all: shared memory is the fastest, but a thread polls it all the time.
+
+    Between polls the thread lets the others of its session run. Processes that one command has started share a session.
+    Under torchrun and in terminals of their own they do not, and where they outnumber the cores, polling would take the
+    time of those that have work to do (Linux, sched_autogroup): ddp_rpc_hybrid became two to four times as slow.
+    """
+    started_here = os.environ["INIT_METHOD"].startswith("file://")
+    crowded = int(os.environ["LOCAL_WORLD_SIZE"]) > core_count()
+    return ["uv"] if crowded and not started_here else None  # uv: TCP
+
+
+def _tcp_store(timeout, wait_for_workers):
+    """The store of a run whose ranks were started by hand, or None: its server is rank 0 of all processes."""
     url = urlparse(os.environ["INIT_METHOD"])
     if url.scheme != "tcp":
         return None
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=timeout)
-    return dist.TCPStore(url.hostname, url.port, world_size, rank == 0, limit, wait_for_workers=True, multi_tenant=True)
+    return dist.TCPStore(url.hostname, url.port, world_size, rank == 0, limit, wait_for_workers, multi_tenant=True)
 
 
 def device_for(choice):

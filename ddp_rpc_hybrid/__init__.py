@@ -1,0 +1,1 @@
+"""Tutorial 6_9: DistributedDataParallel and RPC in one model."""
