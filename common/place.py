@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import socket
@@ -37,9 +38,17 @@ def enter(rank, world_size, local_rank, local_world_size, init_method, master_ad
         torch.set_num_threads(max(1, core_count() // local_world_size))
     # init_rpc hands its own gloo Backend to a collective that would rather have a ProcessGroup: torch's business.
     warnings.filterwarnings("ignore", message=r"You are using a Backend .* as a ProcessGroup")
-    # DistributedOptimizer warns of any optimizer that it does not compile to TorchScript, which is deprecated by now.
+    # DistributedOptimizer compiles optimizers to TorchScript, which is deprecated, and says so on any filter; where it
+    # does not compile one, because of its class or because this Python has no TorchScript any more, it warns of that.
+    warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated", category=DeprecationWarning)
+    warnings.showwarning = functools.partial(_show_unless_known, warnings.showwarning)
     logging.getLogger("torch.distributed.optim.optimizer").addFilter(
         lambda record: "without TorchScript support" not in record.getMessage())
+
+
+def _show_unless_known(show, message, *where, **options):
+    if not str(message).startswith("`TorchScript` support for functional optimizers is deprecated"):
+        show(message, *where, **options)
 
 
 def core_count():

@@ -268,13 +268,14 @@ def check(args):
     recorded = launch(record, args, role_name)
     if recorded is None:
         return None
-    first, *others = recorded["trainers"]
+    trainers = recorded["trainers"]
+    first = trainers[0]
     alone, share = steps_alone(batches_for_check(args), args)
     report.log("check", f"one process that averages the loss over the joined batch would move the table {share:.2f} "
                         "times as far: here every trainer makes a whole step of its own")
-    ours = {"replicas of the dense part": [trainer["dense"] for trainer in others], "dense part": first["dense"],
+    ours = {"replicas of the dense part": [trainer["dense"] for trainer in trainers], "dense part": first["dense"],
             "entries that changed in rows that nobody looked up": first["changes"]}
-    oracle = {"replicas of the dense part": [first["dense"] for _ in others], "dense part": alone["dense"],
+    oracle = {"replicas of the dense part": [first["dense"] for _ in trainers], "dense part": alone["dense"],
               "entries that changed in rows that nobody looked up": [0] * len(first["changes"])}
     tolerances = {"replicas of the dense part": 0, "dense part": 1e-5,
                   "entries that changed in rows that nobody looked up": 0}

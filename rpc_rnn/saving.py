@@ -4,9 +4,25 @@ import io
 
 import torch
 import torch.distributed as dist
+from torch import optim
 from torch.distributed import rpc
 
 from common import checkpoint
+
+
+class SGD(optim.SGD):
+    """The same, but `DistributedOptimizer` does not know it.
+
+    What it knows it compiles to TorchScript, which takes a tenth off the time of a step; but then nobody can fetch the
+    optimizer's state. Of a class that it does not know it makes ordinary optimizers.
+    """
+
+
+class Adam(optim.Adam):
+    """See `SGD`."""
+
+
+OPTIMIZERS_WITH_STATE = {"sgd": SGD, "adam": Adam}
 
 
 def save(model, opt, epochs, initial_val_loss, language, args):

@@ -1,0 +1,155 @@
+"""Where does each millisecond of a step of rpc_rnn go, and what does the tutorial's own protocol take?
+
+Two models train in turns, a few steps each, within one run (a noisy machine cannot favour one of them):
+
+    this lesson    rref.rpc_sync().forward(...)
+    the tutorial   _remote_method(...)
+
+and the first one once more with a clock between the parts of a step. The oracle's steps, without RPC, are the floor.
+
+    python benchmarks/rpc_rnn.py --rounds 30
+"""
+
+import itertools
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+# As a script, this file's folder comes first on the path: there, `rpc_rnn` is this very file.
+sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
+
+import torch.distributed.autograd as dist_autograd  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed import rpc  # noqa: E402
+from torch.distributed.optim import DistributedOptimizer  # noqa: E402
+
+from common import report  # noqa: E402
+from common.cli import bounded  # noqa: E402
+from common.launch import launch  # noqa: E402
+from common.session import rpc_session  # noqa: E402
+from rpc_rnn import main as rpc_rnn  # noqa: E402
+from rpc_rnn.language import columns, get_next_batch, load_language  # noqa: E402
+from rpc_rnn.model import Decoder, EmbeddingTable, RNNModel  # noqa: E402
+from rpc_rnn.single_process import LocalRNNModel  # noqa: E402
+
+LESSON, TUTORIAL, LOCAL = "this lesson", "the tutorial", "one process, no RPC"
+PARTS = ("embedding RPC", "LSTM", "decoder RPC", "loss", "backward", "optimizer step", "end of the context")
+
+
+def _call_method(method, rref, *args, **kwargs):
+    return method(rref.local_value(), *args, **kwargs)
+
+
+def _remote_method(method, rref, *args, **kwargs):
+    return rpc.rpc_sync(rref.owner(), _call_method, args=[method, rref, *args], kwargs=kwargs)
+
+
+class TutorialModel(RNNModel):
+    """The same model with the tutorial's helper."""
+
+    def forward(self, input, hidden):
+        """Like `RNNModel.forward`."""
+        emb = _remote_method(EmbeddingTable.forward, self.emb_table_rref, input)
+        output, hidden = self.rnn(emb, hidden)
+        return _remote_method(Decoder.forward, self.decoder_rref, output), hidden
+
+
+def timed_step(model, opt, criterion, data, target, hidden):
+    """`rpc_rnn.train_step` with a clock between its parts; milliseconds of each, in the order of PARTS."""
+    clock = [time.perf_counter()]
+
+    def tick():
+        clock.append(time.perf_counter())
+
+    with dist_autograd.context() as context_id:
+        emb = model.emb_table_rref.rpc_sync().forward(data)
+        tick()
+        output, _ = model.rnn(emb, hidden)
+        tick()
+        decoded = model.decoder_rref.rpc_sync().forward(output)
+        tick()
+        loss = criterion(decoded.flatten(0, 1), target.flatten())
+        tick()
+        dist_autograd.backward(context_id, [loss])
+        tick()
+        opt.step(context_id)
+        tick()
+    tick()
+    return [1000 * (after - before) for before, after in itertools.pairwise(clock)]
+
+
+def local_step(model, optimizer, criterion, data, target, hidden):
+    """The same step without RPC."""
+    output, _ = model(data, hidden)
+    loss = criterion(output.flatten(0, 1), target.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def run_worker(rank, world_size, args):
+    """The trainer measures; the server answers."""
+    with rpc_session(rpc_rnn.role_name(rank, world_size), rank, world_size, args.timeout, rpc_rnn.RPC_THREADS):
+        if rank == 0:
+            return None
+        language = load_language(args)
+        sizes = (language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout, args.seed)
+        lesson, tutorial = (model_class("ps", *sizes, args.device) for model_class in (RNNModel, TutorialModel))
+        local, criterion = LocalRNNModel(*sizes), nn.CrossEntropyLoss()
+        opt = rpc_rnn.make_optimizer(lesson, rank, args)
+        torchs = rpc_rnn.OPTIMIZERS[args.optimizer]
+        tutorials_opt = DistributedOptimizer(torchs, tutorial.parameter_rrefs(), lr=args.lr)
+        # A step as one call of (data, target, hidden), for each way to make one.
+        ways = {LESSON: (rpc_rnn.train_step, lesson, opt),
+                TUTORIAL: (rpc_rnn.train_step, tutorial, tutorials_opt),
+                LOCAL: (local_step, local, torchs(local.parameters(), lr=args.lr)),
+                "parts": (timed_step, lesson, opt)}
+        batches = list(get_next_batch(columns(language.train, args.batch_size, 0, 1), args.bptt))[: args.steps]
+        hidden, times, parts = lesson.init_hidden(args.batch_size), {name: [] for name in ways}, []
+        for turn in range(args.rounds + 1):
+            for name in random.Random(turn).sample(list(ways), len(ways)):  # whoever comes first has it no easier
+                step, model, optimizer = ways[name]
+                started = time.perf_counter()
+                results = [step(model, optimizer, criterion, *batch, hidden) for batch in batches]
+                times[name].append(1000 * (time.perf_counter() - started) / len(batches))
+                if name == "parts":
+                    parts += results
+        warm_up = len(batches)
+        medians = dict(zip(PARTS, map(statistics.median, zip(*parts[warm_up:], strict=True)), strict=True))
+        return {"ms_per_step": {name: statistics.median(times[name][1:]) for name in (LESSON, TUTORIAL, LOCAL)},
+                "parts_ms": medians}
+
+
+def build_parser():
+    """The flags of rpc_rnn, whose steps are timed, and how long."""
+    parser = rpc_rnn.build_parser()
+    parser.description = __doc__
+    parser.set_defaults(example="benchmark_rpc_rnn", output_dir=Path("outputs", "benchmark_rpc_rnn"))
+    count = bounded(int, at_least=1)
+    parser.add_argument("--rounds", type=count, default=30, metavar="N", help="turns of each model")
+    parser.add_argument("--steps", type=count, default=20, metavar="N", help="steps in a turn")
+    return parser
+
+
+def main(argv=None):
+    """Print the tables and write metrics.json."""
+    args = build_parser().parse_args(argv)
+    args.world_size = 2
+    metrics = launch(run_worker, args, rpc_rnn.role_name)
+    if metrics is None:
+        return None
+    metrics = report.save_metrics(args, metrics, backend="tensorpipe")
+    print(f"{'':20} ms a step   steps/s   (medians of {args.rounds} turns of {args.steps} steps)")
+    for name, ms in metrics["ms_per_step"].items():
+        print(f"{name:20} {ms:9.2f} {1000 / ms:9.0f}")
+    total = sum(metrics["parts_ms"].values())
+    print(f"\n{'part':20} {'ms':>9}   share")
+    for name, ms in metrics["parts_ms"].items():
+        print(f"{name:20} {ms:9.2f} {ms / total:7.0%}")
+    return metrics
+
+
+if __name__ == "__main__":
+    main()
