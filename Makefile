@@ -22,6 +22,10 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/rpc_rl_seeds.py --seeds 0 1 2 3 4
 	$(BIN)/python ddp_basic/main.py --demo skew --slow_rank 1 --delay 0.5 --timeout 2 --output_dir docs/results/ddp_basic
 	$(BIN)/python p2p_collectives/ring_allreduce.py --repeats 31 --output_dir docs/results/p2p_collectives
+	$(BIN)/python rpc_rnn/main.py --output_dir docs/results/rpc_rnn
+	$(BIN)/python benchmarks/rpc_rnn.py --output_dir docs/results/benchmark_rpc_rnn
+	$(BIN)/python ddp_rpc_hybrid/main.py --output_dir docs/results/ddp_rpc_hybrid
+	$(BIN)/python benchmarks/ddp_rpc_hybrid.py
 	for sync in per_parameter flat ddp; do $(BIN)/python p2p_collectives/train.py --sync $$sync; done
 
 .venv/ready: requirements.txt pyproject.toml

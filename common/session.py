@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from datetime import timedelta
 from urllib.parse import urlparse
 
@@ -65,7 +66,7 @@ def rpc_session(name, rank, world_size, timeout, num_worker_threads=16):
     )  # fmt: skip
     try:
         # init_rpc alone would wait half an hour for a missing process at a tcp:// store.
-        store = _tcp_store(timeout, wait_for_workers=True)  # noqa: F841  held to the end: on rank 0 it serves all
+        store = _tcp_store(timeout, wait_for_workers=True)
         rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
     except RuntimeError as error:
         raise RuntimeError(f"not all {world_size} workers have joined within {timeout:g} s") from error
@@ -82,6 +83,11 @@ def rpc_session(name, rank, world_size, timeout, num_worker_threads=16):
         except RuntimeError as error:
             raise RuntimeError(f"{other} ended without a goodbye") from error
     rpc.shutdown(timeout=timeout)
+    if store is not None:  # rank 0 serves the store, in which the others' shutdown may still have to look something up
+        left, deadline = store.add("left", 1), time.monotonic() + timeout
+        while rank == 0 and left < world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+            left = store.add("left", 0)
 
 
 @rpc.functions.async_execution

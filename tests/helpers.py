@@ -78,7 +78,7 @@ def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subproce
         process.communicate()
 
 
-def end(process, within_s=10):
+def end(process, within_s=20):
     """Wait for a process that should end by itself; its remaining stdout and stderr."""
     return process.communicate(timeout=within_s)
 
