@@ -294,7 +294,7 @@ def plot(metrics, args):
         axes.plot(epochs, [epoch["loss"] for epoch in metrics["epochs"]], color="C0", label="loss (left)")
         right = axes.twinx()
         right.plot(epochs, [epoch["accuracy"] for epoch in metrics["epochs"]], color="C1", label="accuracy (right)")
-        right.axhline(1 / args.num_classes, color="0.5", linestyle="--", label="chance (right)")
+        right.axhline(1 / args.num_classes, color="C1", linestyle="--", label="chance (right)")
         right.set_ylim(0, 1)
         right.set_ylabel("accuracy on new batches")
         right.spines["top"].set_visible(False)
