@@ -87,6 +87,7 @@ def _start_ranks(run_worker, args, role_name, folder):
         raise SystemExit(130) from None
     finally:
         _stop(processes.values())
+        _remove_leftovers(processes.values(), args)
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
     if failed:
@@ -149,6 +150,15 @@ def _stop(processes):
         process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
         process.join()
+
+
+def _remove_leftovers(processes, args):
+    """Remove what a rank was writing when it was killed: temporary files with its process id, see `report.replacing`."""
+    checkpoint = getattr(args, "checkpoint", None)
+    for folder in {args.output_dir, args.output_dir if checkpoint is None else checkpoint.parent}:
+        for process in processes:
+            for leftover in folder.glob(f".*.{process.pid}.tmp"):
+                leftover.unlink(missing_ok=True)
 
 
 def _first_failure(failed, ranks, folder):

@@ -45,6 +45,7 @@ from rpc_rnn.model import RNNModel, _parameter_rrefs
 from rpc_rnn.saving import OPTIMIZERS_WITH_STATE, restore, save
 from rpc_rnn.single_process import LocalRNNModel, by_part, step_alone
 
+OPTIMIZERS = {"sgd": optim.SGD, "adam": optim.Adam}
 RPC_THREADS = 4  # that execute incoming calls; 16, the default, make 4% fewer steps per second
 SAMPLE_LENGTH = 200  # characters of generated text
 
@@ -52,9 +53,6 @@ SAMPLE_LENGTH = 200  # characters of generated text
 def role_name(rank, world_size):
     """Rank 0 is the parameter server, all others are trainers."""
     return "ps" if rank == 0 else "trainer" if world_size == 2 else f"trainer{rank}"
-
-
-OPTIMIZERS = {"sgd": optim.SGD, "adam": optim.Adam}
 
 
 def average_table_gradients(model, context_id):

@@ -42,6 +42,8 @@ def restore(model, opt, rank, args):
     # The server's optimizer comes first, the LSTM's last, and only the first trainer has both.
     for local, saved in zip(reversed(opt.remote_optimizers), reversed(state["optimizers"]), strict=False):
         rpc.rpc_sync(local.owner(), _load_optimizer_state, args=(local, saved, args.lr))
+    if dist.is_initialized():
+        dist.barrier()  # or one trainer's backward could find that another has just loaded the tables
     return state["epochs"], state["initial_val_loss"]
 
 

@@ -85,6 +85,26 @@ def test_failure_is_told_once(worker, line, capfd):
     assert err.count("Traceback") == (1 if "raised" in line else 0)
 
 
+def die_while_writing(rank, world_size, args):
+    if rank == 1:
+        for folder in (args.output_dir, args.checkpoint.parent):
+            (folder / f".file.{os.getpid()}.tmp").write_text("half a ")
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_what_a_killed_rank_was_writing_is_removed(tmp_path, capfd):
+    (tmp_path / "elsewhere").mkdir()
+    others = tmp_path / "elsewhere" / ".file.999999999.tmp"
+    others.write_text("of a run that still writes")
+    args = parse("--output_dir", str(tmp_path))
+    args.checkpoint = tmp_path / "elsewhere" / "run.pt"
+    with pytest.raises(SystemExit):
+        launch(die_while_writing, args, role_name)
+    assert "rank 1 (worker1) was killed by SIGKILL" in capfd.readouterr().err
+    assert list(tmp_path.rglob(".*.tmp")) == [others]
+
+
 def test_loopback():
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.1.2.3", "::1")))
     assert not any(map(is_loopback, ("10.0.0.1", "host127", "192.168.1.7")))

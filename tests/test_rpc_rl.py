@@ -237,7 +237,7 @@ def read_all(screen, chunks):
 
 def test_two_runs_at_once(tmp_path):
     """The README's command twice, side by side: one writes to a terminal and shows a bar, one does not."""
-    command = [*script(*commands_in("README.md")[0][1:]), "--max_episodes", "5", "--log_interval", "1"]
+    command = [*script(*commands_in("README.md")[0][1:]), "--max_episodes", "40", "--log_interval", "1"]
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     chunks = []
@@ -249,7 +249,7 @@ def test_two_runs_at_once(tmp_path):
         addresses = listening([two.pid, *workers(two)])
         out, err = end(two, within_s=60)
         assert (two.returncode, err) == (0, "")  # no warning
-        assert "not solved in 5 episodes" in out.splitlines()[-1]
+        assert "not solved in 40 episodes" in out.splitlines()[-1]
         end(one, within_s=60)
         assert one.returncode == 0
         for process in (one, two):
@@ -261,10 +261,10 @@ def test_two_runs_at_once(tmp_path):
 
     reader.join()
     shown = b"".join(chunks)
-    assert b"5/5" in shown
+    assert b"40/40" in shown
     assert b"running reward" in shown
     assert b"[agent]" not in shown  # the bar instead of the lines
-    assert b"not solved in 5 episodes" in shown.splitlines()[-1]
+    assert b"not solved in 40 episodes" in shown.splitlines()[-1]
 
 
 # --- what can go wrong

@@ -1,0 +1,1 @@
+"""Tutorials 6_6 and 6_8, first half: parameter servers."""
