@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, example, description, world_size, min_world_size=1):
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
-        self.set_defaults(example=example, checkpoint_rank=0)
+        self.set_defaults(example=example, checkpoint_rank=0, by_hand_master_addr=None)
         add = self.add_argument
         processes = bounded(int, at_least=min_world_size)
         add("--world_size", type=processes, default=world_size, metavar="N", help="number of processes")
@@ -55,6 +55,7 @@ class Parser(argparse.ArgumentParser):
         elif args.rank is not None:
             if args.rank >= args.world_size:
                 refuse("--rank", args.rank, f"a rank below --world_size {args.world_size}")
+            args.master_addr = args.master_addr or args.by_hand_master_addr
             if args.master_addr is None:
                 refuse("--rank", args.rank, "it together with --master_addr HOST, the machine of rank 0")
         elif args.master_addr is not None:

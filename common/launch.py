@@ -117,7 +117,8 @@ def _run_rank(index, run_worker, args, ranks, init_method, folder):
         _exit_now(0)
     except Exception as error:
         story = {"at": time.time(), "type": type(error).__name__, "traceback": traceback.format_exc().rstrip()}
-        (folder / f"error{rank}").write_text(json.dumps(story))
+        (folder / f".error{rank}").write_text(json.dumps(story))
+        os.replace(folder / f".error{rank}", folder / f"error{rank}")  # whole or not at all
         _exit_now(1)
 
 
@@ -153,7 +154,7 @@ def _stop(processes):
 
 
 def _remove_leftovers(processes, args):
-    """Remove what a rank was writing when it was killed: temporary files with its process id, see `report.replacing`."""
+    """Remove what a rank was writing when it was killed: `report.replacing` puts its process id into the name."""
     checkpoint = getattr(args, "checkpoint", None)
     for folder in {args.output_dir, args.output_dir if checkpoint is None else checkpoint.parent}:
         for process in processes:

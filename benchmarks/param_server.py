@@ -1,0 +1,77 @@
+"""How much slower is a network on a server than one in this process? Steps of both in turns, on as many threads.
+
+    python benchmarks/param_server.py --rounds 3
+"""
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+# As a script, this file's folder comes first on the path: there, `param_server` is this very file.
+sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
+
+from torch.distributed.optim import DistributedOptimizer  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from common import report  # noqa: E402
+from common.cli import bounded  # noqa: E402
+from common.data import load_data  # noqa: E402
+from common.launch import launch  # noqa: E402
+from common.session import rpc_session  # noqa: E402
+from param_server import main as param_server  # noqa: E402
+
+WARM_UP = 10  # steps that are not counted
+
+
+def run_worker(rank, world_size, args):
+    """The trainer steps the server's network and one of its own, in turns; milliseconds of each step."""
+    if rank == 0:
+        param_server.keep_memory()
+    with rpc_session(param_server.role_name(rank, world_size), rank, world_size, args.timeout):
+        if rank == 0:
+            return None
+        train_set, _ = load_data(args)
+        net, local = param_server.TrainerNet(args), param_server.Net()
+        opt = DistributedOptimizer(param_server.SGD, net.get_global_param_rrefs(), lr=args.lr)
+        local_opt = param_server.SGD(local.parameters(), lr=args.lr)
+        net.train()
+        milliseconds = {"server": [], "local": []}
+        for epoch in range(args.rounds):
+            for data, target in param_server.get_next_batch(train_set, 1, epoch, args):
+                started = time.perf_counter()
+                param_server.train_step(net, opt, data, target, args)
+                half_way = time.perf_counter()
+                local_opt.zero_grad()
+                F.nll_loss(local(data), target).backward()
+                local_opt.step()
+                milliseconds["server"].append(1000 * (half_way - started))
+                milliseconds["local"].append(1000 * (time.perf_counter() - half_way))
+        return {"ms_per_step": {name: statistics.median(values[WARM_UP:]) for name, values in milliseconds.items()}}
+
+
+def build_parser():
+    """The flags of param_server, whose steps are timed, and how long."""
+    parser = param_server.build_parser()
+    parser.description = __doc__
+    parser.set_defaults(example="benchmark_param_server", output_dir=Path("outputs", "benchmark_param_server"))
+    parser.add_argument("--rounds", type=bounded(int, at_least=1), default=5, metavar="N", help="epochs")
+    return parser
+
+
+def main(argv=None):
+    """Print both times and write metrics.json."""
+    args = build_parser().parse_args(argv)
+    args.world_size = 2
+    metrics = launch(run_worker, args, param_server.role_name)
+    if metrics is None:
+        return None
+    metrics = report.save_metrics(args, metrics, backend="tensorpipe")
+    server, local = (metrics["ms_per_step"][name] for name in ("server", "local"))
+    print(f"a step of {args.batch_size} images: {server:.1f} ms with the network on the server, {local:.1f} ms in this "
+          f"process: {local / server:.2f} of its throughput")
+    return metrics
+
+
+if __name__ == "__main__":
+    main()
