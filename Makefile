@@ -26,6 +26,8 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/rpc_rnn.py --output_dir docs/results/benchmark_rpc_rnn
 	$(BIN)/python ddp_rpc_hybrid/main.py --output_dir docs/results/ddp_rpc_hybrid
 	$(BIN)/python benchmarks/ddp_rpc_hybrid.py
+	$(BIN)/python param_server/main.py --output_dir docs/results/param_server
+	$(BIN)/python benchmarks/param_server.py --output_dir docs/results/benchmark_param_server
 	for sync in per_parameter flat ddp; do $(BIN)/python p2p_collectives/train.py --sync $$sync; done
 
 .venv/ready: requirements.txt pyproject.toml

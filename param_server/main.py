@@ -47,6 +47,7 @@ from common.cli import Parser, bounded, refuse, starts_rank
 from common.data import add_data_flags, fetch_data, load_data
 from common.launch import launch
 from common.session import device_for, rpc_session
+from param_server.single_process import train_alone
 
 CHECK_STEPS, PUSHES = 10, 20
 EVERY = 97  # of more than a million weights, the check compares every so many
@@ -364,28 +365,15 @@ def check(args):
     if recorded is None:
         return None
     torch.manual_seed(args.seed)
-    model = Net().eval()
-    gradients = [[gradient_of(model, *batch)[::EVERY].tolist() for batch in first_batches(rank, args)]
-                 for rank in range(1, args.world_size)]
-    optimizer, losses = optim.SGD(model.parameters(), lr=args.lr), []
-    for data, target in first_batches(1, args):
-        optimizer.zero_grad()
-        loss = F.nll_loss(model(data), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    weights = torch.cat([param.detach().flatten() for param in model.parameters()])
+    batches = [first_batches(rank, args) for rank in range(1, args.world_size)]
+    alone = train_alone(Net().eval(), batches, args.lr)
     # Every trainer has pushed its rank, as the gradient of every parameter, so many times.
     pushed = PUSHES * sum(range(1, args.world_size))
-    alone = {"gradients": gradients, "losses": losses, "weights": weights[::EVERY].tolist(), "pushed": [pushed, pushed]}
+    gradients = [[gradient[::EVERY].tolist() for gradient in of_trainer] for of_trainer in alone["gradients"]]
+    alone = {"gradients": gradients, "losses": alone["losses"], "weights": alone["weights"][::EVERY].tolist(),
+             "pushed": [pushed, pushed]}
     # float32: the same sums as in one process; each of many pushes is rounded.
     return report.compare(recorded, alone, dict.fromkeys(alone, 1e-5))
-
-
-def gradient_of(model, data, target):
-    """In this process, as one tensor."""
-    gradients = torch.autograd.grad(F.nll_loss(model(data), target), list(model.parameters()))
-    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def plot(metrics, args):
