@@ -173,8 +173,9 @@ class ParameterServer(nn.Module):
         return everyone
 
     def save(self, epochs):
-        """Write a checkpoint, on this machine."""
-        checkpoint.save(self.args, {"model": self.model.state_dict(), "epochs": epochs})
+        """Write a checkpoint, on this machine, if its own flags name a file."""
+        if self.args.checkpoint is not None:
+            checkpoint.save(self.args, {"model": self.model.state_dict(), "epochs": epochs})
 
     def gradient(self, cid):
         """For `check`: every so many entries of the gradient in this context."""
@@ -195,7 +196,7 @@ _global_lock = threading.Lock()
 
 
 def get_parameter_server(args):
-    """On rank 0: the only server of this run, whichever trainer asks first."""
+    """On rank 0: the only server of this run, whoever asks first."""
     global _param_server
     with _global_lock:
         if _param_server is None:
@@ -305,6 +306,7 @@ def run_worker(rank, world_size, args):
     """Rank 0 serves; the others train, and the first of them returns the metrics."""
     if rank == 0:
         keep_memory()
+        get_parameter_server(args)  # with the flags of this process: the checkpoint is on this machine
     with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout):
         if rank == 0:
             return None  # nothing to do but answer, until everyone has left

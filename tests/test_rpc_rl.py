@@ -9,6 +9,7 @@ import signal
 import struct
 import termios
 import threading
+import time
 
 import pytest
 import torch
@@ -237,19 +238,23 @@ def read_all(screen, chunks):
 
 def test_two_runs_at_once(tmp_path):
     """The README's command twice, side by side: one writes to a terminal and shows a bar, one does not."""
-    command = [*script(*commands_in("README.md")[0][1:]), "--max_episodes", "40", "--log_interval", "1"]
+    command = [*script(*commands_in("README.md")[0][1:]), "--max_episodes", "20", "--log_interval", "1"]
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     chunks = []
     reader = threading.Thread(target=read_all, args=(screen, chunks))
     reader.start()
     on_terminal = running(command, tmp_path, stdout=terminal, stderr=terminal)
-    with on_terminal as one, running(command, tmp_path, until="episode 1 ") as two:
+    with on_terminal as one, running(command, tmp_path) as two:
         os.close(terminal)
-        addresses = listening([two.pid, *workers(two)])
+        addresses = set()
+        while two.poll() is None:  # from its beginning to its end, whenever that is on a busy machine
+            with contextlib.suppress(OSError):  # a process that has just ended
+                addresses.update(listening([two.pid, *workers(two)]))
+            time.sleep(0.05)
         out, err = end(two, within_s=60)
         assert (two.returncode, err) == (0, "")  # no warning
-        assert "not solved in 40 episodes" in out.splitlines()[-1]
+        assert "not solved in 20 episodes" in out.splitlines()[-1]
         end(one, within_s=60)
         assert one.returncode == 0
         for process in (one, two):
@@ -257,14 +262,14 @@ def test_two_runs_at_once(tmp_path):
 
     ipv6 = {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
     assert addresses  # gloo and RPC do listen,
-    assert set(addresses) <= {"0100007F", *ipv6}  # but only on loopback
+    assert addresses <= {"0100007F", *ipv6}  # but only on loopback
 
     reader.join()
     shown = b"".join(chunks)
-    assert b"40/40" in shown
+    assert b"20/20" in shown
     assert b"running reward" in shown
     assert b"[agent]" not in shown  # the bar instead of the lines
-    assert b"not solved in 40 episodes" in shown.splitlines()[-1]
+    assert b"not solved in 20 episodes" in shown.splitlines()[-1]
 
 
 # --- what can go wrong
