@@ -240,8 +240,9 @@ def test_killed(rank, tmp_path):
         _, err = end(process)
         assert process.returncode == 1
         name = hybrid.role_name(rank, 4)
+        # Above it, RPC may have shown how a trainer noticed, if that was before the launcher stopped it.
         assert err.splitlines()[-1] == f"error: rank {rank} ({name}) was killed by SIGKILL; stopped 3 other processes"
-        assert "Traceback" not in err
+        assert err.count("Traceback") <= 2
         nothing_left(process, tmp_path)
 
 
