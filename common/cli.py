@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
     Args:
         example: the folder's name, which names the outputs too.
         description: the script's docstring.
-        world_size: default number of processes.
+        world_size: default number of processes; None if the example finds it out from other flags.
         min_world_size: the fewest processes the example makes sense with.
     """
 
@@ -26,7 +26,8 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(example=example, checkpoint_rank=0, by_hand_master_addr=None)
         add = self.add_argument
         processes = bounded(int, at_least=min_world_size)
-        add("--world_size", type=processes, default=world_size, metavar="N", help="number of processes")
+        add("--world_size", type=processes, default=world_size, metavar="N",
+            help="number of processes" + ("" if world_size else " (default: as many as are needed)"))
         add("--rank", type=bounded(int, at_least=0), metavar="R",
             help="start only this rank, by hand; needs --master_addr (default: start all ranks here)")
         add("--master_addr", metavar="HOST", help="with --rank: the machine of rank 0 (default: none)")
@@ -53,6 +54,8 @@ class Parser(argparse.ArgumentParser):
                 refuse("--rank", args.rank, "no rank: torchrun gives the ranks")
             args.world_size = self._checked("--world_size", os.environ["WORLD_SIZE"])
         elif args.rank is not None:
+            if args.world_size is None:
+                refuse("--rank", args.rank, "it together with --world_size N")
             if args.rank >= args.world_size:
                 refuse("--rank", args.rank, f"a rank below --world_size {args.world_size}")
             args.master_addr = args.master_addr or args.by_hand_master_addr
