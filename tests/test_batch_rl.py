@@ -159,8 +159,8 @@ def test_compare(tmp_path):
 
 def test_it_learns_and_one_seed_gives_one_training(tmp_path):
     """Also that observers play in different environments: with equal ones all rewards would be whole numbers."""
-    flags = ["--mode", "train", "--observers", 2, "--envs_per_observer", 8, "--output_dir", tmp_path, "--num_steps", 200]
-    flags = [*map(str, flags), "--reward_threshold", "60"]
+    flags = ["--mode", "train", "--observers", 2, "--envs_per_observer", 8, "--num_steps", 200]
+    flags = [*map(str, flags), "--reward_threshold", "60", "--output_dir", str(tmp_path)]
     first, second = (batch_rl.main([*flags, "--max_episodes", episodes]) for episodes in ("60", "3"))
     assert first["solved"]
     assert first["running_rewards"][-1] > 60
