@@ -111,7 +111,7 @@ def wait_all(futs):
                 fut.value()
                 if left == 0 and not over.done():
                     over.set_result(None)
-            except RuntimeError as error:
+            except Exception as error:  # of whatever kind it was there
                 if not over.done():
                     over.set_exception(error)
 
@@ -231,7 +231,7 @@ class Agent:
         try:
             rets = wait_all(futs)
         except RuntimeError as error:
-            if "timeout" not in str(error) or not batch:
+            if "set timeout" not in str(error) or not batch:
                 raise
             late = [OBSERVER_NAME.format(ob_id + 1) for ob_id in range(len(futs)) if ob_id not in self.states]
             raise TimeoutError(f"no states from {', '.join(late)} for {self.timeout:g} s") from None
@@ -386,9 +386,9 @@ def build_parser():
     return parser
 
 
-def parse_args(argv):
-    """The flags, with `observers` as a list whatever was given."""
-    args = build_parser().parse_args(argv)
+def parse_args(argv, parser):
+    """The flags, with `observers` as a list, whatever was given."""
+    args = parser.parse_args(argv)
     if args.world_size is not None:  # torchrun's, or of ranks started by hand: all but the agent observe
         if args.observers not in (None, [args.world_size - 1]):
             refuse("--observers", " ".join(map(str, args.observers)), f"{args.world_size - 1} with "
@@ -406,7 +406,7 @@ def parse_args(argv):
 
 def main(argv=None):
     """Compare, train or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
-    args = parse_args(argv)
+    args = parse_args(argv, build_parser())
     if args.check:
         return check(args)
     runs = {}

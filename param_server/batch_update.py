@@ -109,10 +109,9 @@ class BatchUpdateParameterServer:
         self.model = build_model(args)
         self.optimizer = optim.SGD(self.model.parameters(), lr=args.lr, momentum=0.9)
         self.batch_update_size = args.world_size - 1
-        self.curr_update_size = 0
         self.lock = threading.Lock()
         self.future_model = Future()
-        self.arrived = {}  # when the gradients of this batch came, by rank
+        self.arrived = set()  # ranks whose gradients are in the sum
 
         self.weights = parameters_to_vector([*self.model.parameters(), *running_statistics(self.model)]).detach()
         use_weights(self.model, self.weights)
@@ -132,32 +131,32 @@ class BatchUpdateParameterServer:
             sent: the gradient of its batch, and its running statistics: a flat tensor, as long as `weights`.
 
         Returns:
-            A future of (weights after the step, {rank: seconds since its gradient had come}).
+            A future of (weights after the step, seconds that the gradient has waited for it).
         """
+        arrived = time.perf_counter()
         with self.lock:  # the sum, too: of two additions at the same time one could be lost
-            self.arrived[rank] = time.perf_counter()
             self.sum += sent
-            self.curr_update_size += 1
+            self.arrived.add(rank)
             future_model = self.future_model
-            if self.curr_update_size < self.batch_update_size:
-                return future_model
+            # Of what completes the future, each trainer gets its part. If it fails, `wait` raises, and so the RPC does.
+            answer = future_model.then(lambda fut: (fut.wait()[0], fut.wait()[1] - arrived))
+            if len(self.arrived) < self.batch_update_size or future_model.done():
+                return answer
             self.sum /= self.batch_update_size
             self.optimizer.step()
             # Not a gradient, but as good a mean: every trainer has moved the same statistics by its own images.
             self.weights[self.n_params :] = self.sum[self.n_params :]
             self.sum.zero_()
-            now = time.perf_counter()
-            waited = {rank: now - arrived for rank, arrived in self.arrived.items()}
-            self.curr_update_size, self.arrived, self.future_model = 0, {}, Future()
+            self.arrived, self.future_model = set(), Future()  # for the next batch
         # `weights` itself, no copy: nobody sends the next gradient before it has them, so nothing changes until then.
-        future_model.set_result((self.weights, waited))
-        return future_model
+        future_model.set_result((self.weights, time.perf_counter()))
+        return answer
 
     def abandon(self, fut):
         """When a trainer has failed, its batch will never be full: let all who wait for it fail, too."""
         try:
             fut.value()
-        except RuntimeError as error:
+        except Exception as error:  # of whatever kind it was there
             with self.lock:
                 if not self.future_model.done():
                     self.future_model.set_exception(error)
@@ -193,11 +192,11 @@ class Trainer:
             self.gradient[self.n_params :] = weights[self.n_params :]  # running statistics travel behind the gradient
             sent = self.gradient.cpu()
             computed = time.perf_counter()
-            weights, waited = self.ps_rref.rpc_sync().update_and_fetch_model(self.rank, sent)
+            weights, waiting = self.ps_rref.rpc_sync().update_and_fetch_model(self.rank, sent)
             weights = weights.to(self.device)
             use_weights(self.m, weights)
             seconds = time.perf_counter() - started
-            compute, waiting = computed - started, waited[self.rank]
+            compute = computed - started
             told.append({"loss": loss.item(), "seconds": seconds, "compute": compute, "waiting": waiting,
                          "transfer": seconds - compute - waiting})
         return told
@@ -219,7 +218,7 @@ def run_trainers(server, function, args):
     try:
         return [fut.wait() for fut in futs]
     except RuntimeError as error:
-        if "timeout" not in str(error):
+        if "set timeout" not in str(error):
             raise
         late = [name for rank, name in enumerate(names, 1) if rank not in server.arrived]
         raise TimeoutError(f"no gradient from {', '.join(late)} for {args.timeout:g} s") from None

@@ -88,8 +88,8 @@ def test_returns():
 
 def test_wait_all_raises_at_once():
     never, failed = Future(), Future()
-    failed.set_exception(RuntimeError("observer2 is gone"))
-    with pytest.raises(RuntimeError, match="observer2 is gone"):
+    failed.set_exception(ValueError("observer2 is gone"))
+    with pytest.raises(ValueError, match="observer2 is gone"):
         batch_rl.wait_all([never, failed])
     futures = [Future() for _ in range(3)]
     for number in (2, 0, 1):
@@ -172,6 +172,15 @@ def test_it_learns_and_one_seed_gives_one_training(tmp_path):
     assert min(width, height) > 300
 
 
+def test_benchmark(tmp_path):
+    flags = ["--observers", "2", "--envs_per_observer", "3", "--num_steps", "30", "--num_episode", "2"]
+    result = run(script("benchmarks/batch_rl.py", *flags), tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    metrics = json.loads((tmp_path / "outputs/benchmark_batch_rl/metrics.json").read_text())
+    assert len(metrics["medians"]) == 4
+    assert min(metrics["medians"].values()) > 0
+
+
 # --- how it is started
 
 
@@ -213,6 +222,23 @@ def test_killed(rank, tmp_path):
         assert process.returncode == 1
         name = batch_rl.role_name(rank, 3)
         assert err.splitlines()[-1] == f"error: rank {rank} ({name}) was killed by SIGKILL; stopped 2 other processes"
+        nothing_left(process, tmp_path)
+
+
+def test_observer_raises(tmp_path):
+    patch = """
+honest = example.Observer.run_episode
+def breaks(self, *arguments):
+    if self.id == 1:
+        raise ValueError("the cart broke")
+    return honest(self, *arguments)
+example.Observer.run_episode = breaks
+"""
+    with running([*faulty("batch_rl.main", tmp_path, patch), "--observers", "3"], tmp_path) as process:
+        _, err = end(process, within_s=50)
+        assert process.returncode == 1
+        assert "the cart broke" in err
+        assert err.splitlines()[-1] == "error: rank 2 (observer2) raised ValueError; stopped 3 other processes"
         nothing_left(process, tmp_path)
 
 

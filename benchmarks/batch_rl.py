@@ -1,0 +1,98 @@
+"""What does a batch save in batch_rl, and what is left to save if the agent acts without a graph?
+
+Two agents play episodes with and without batches, all four in turns, within one run:
+
+    with a graph      the lesson's: every forward keeps its graph, backward goes through all of them
+    without a graph   states and actions are kept; all log-probabilities come from one forward at the end
+
+    python benchmarks/batch_rl.py --observers 5 --num_episode 8
+"""
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.distributions import Categorical
+
+# As a script, this file's folder comes first on the path: there, `batch_rl` is this very file.
+sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
+
+from batch_rl import main as batch_rl  # noqa: E402
+from common import report  # noqa: E402
+from common.launch import launch  # noqa: E402
+from common.session import rpc_session  # noqa: E402
+
+
+class WithoutGraph(batch_rl.Agent):
+    """Acts without a graph, and without dropout: the forward at the end would draw other masks."""
+
+    def __init__(self, world_size, args):
+        super().__init__(world_size, args)
+        self.policy.eval()
+
+    def act(self, states):
+        """Instead of the log-probabilities, what they can be computed from."""
+        with torch.inference_mode():
+            action = Categorical(self.policy(torch.tensor(states, device=self.device))).sample()
+        return action.tolist(), (states, action.tolist())
+
+    def log_probs(self):
+        """Of all actions of the episode, in one forward: shape (observers, K, steps)."""
+        if self.batch:  # (steps, observers, K)
+            states, actions = map(torch.tensor, zip(*self.saved_log_probs, strict=True))
+        else:
+            by_observer = [list(map(torch.tensor, zip(*saved, strict=True))) for saved in self.saved_log_probs]
+            states, actions = (torch.stack(parts, dim=1) for parts in zip(*by_observer, strict=True))
+        log_probs = Categorical(self.policy(states.to(self.device))).log_prob(actions.to(self.device))
+        return log_probs.permute(1, 2, 0)
+
+
+def run_worker(rank, world_size, args):
+    """Time all four on episodes of their own; rank 0 returns the environment steps/s of each episode."""
+    name = batch_rl.role_name(rank, world_size)
+    with rpc_session(name, rank, world_size, args.timeout, batch_rl.RPC_THREADS):
+        if rank != 0:
+            return None
+        agents = {"with a graph": batch_rl.Agent(world_size, args), "without a graph": WithoutGraph(world_size, args)}
+        speeds = {f"{graph}, {mode}": [] for graph in agents for mode in (batch_rl.BATCHED, batch_rl.SINGLE)}
+        for episode in range(1 + args.num_episode):
+            for graph, agent in agents.items():
+                batch_rl._agent = agent  # the requests shall find this one
+                for mode in (batch_rl.BATCHED, batch_rl.SINGLE):
+                    started = time.perf_counter()
+                    agent.run_episode(mode == batch_rl.BATCHED)
+                    agent.finish_episode()
+                    seconds = time.perf_counter() - started
+                    if episode > 0:  # the first one is the warm-up
+                        speeds[f"{graph}, {mode}"].append(agent.returns.numel() / seconds)
+        return {"env_steps_per_s": speeds}
+
+
+def build_parser():
+    """The flags of batch_rl, whose episodes are timed."""
+    parser = batch_rl.build_parser()
+    parser.description = __doc__
+    parser.set_defaults(example="benchmark_batch_rl", output_dir=Path("outputs", "benchmark_batch_rl"))
+    return parser
+
+
+def main(argv=None):
+    """Print the table and write metrics.json."""
+    args = batch_rl.parse_args(argv, build_parser())
+    metrics = launch(run_worker, args, batch_rl.role_name)
+    if metrics is None:
+        return None
+    medians = {name: statistics.median(speeds) for name, speeds in metrics["env_steps_per_s"].items()}
+    metrics = report.save_metrics(args, {**metrics, "medians": medians}, backend="tensorpipe")
+    print(f"{args.world_size - 1} observers, {args.envs_per_observer} environments each: environment steps per second, "
+          f"medians of {args.num_episode} episodes")
+    for graph in ("with a graph", "without a graph"):
+        batched, single = (medians[f"{graph}, {mode}"] for mode in (batch_rl.BATCHED, batch_rl.SINGLE))
+        print(f"{graph:15}   batched {batched:6.0f}   single {single:6.0f}   speed-up {batched / single:.2f}")
+    return metrics
+
+
+if __name__ == "__main__":
+    main()
