@@ -129,7 +129,7 @@ def test_check_can_fail(patch, fails, tmp_path):
 def test_it_learns(tmp_path):
     """The README's command, with a smaller model."""
     command = next(command for command in commands_in("param_server/README.md") if command[1] == MAIN)
-    result = run([*script(*command[1:]), "--world_size", "3", "--num_updates", "5", *SMALL], tmp_path)
+    result = run([*script(*command[1:]), "--world_size", "3", "--num_updates", "5", "--timeline", *SMALL], tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     folder = tmp_path / "outputs/param_server_batch_update"
     metrics = json.loads((folder / "metrics.json").read_text())
@@ -141,7 +141,14 @@ def test_it_learns(tmp_path):
     for update in zip(*(metrics[what] for what in ("compute", "transfer", "waiting")), strict=True):
         assert min(update) > 0
     assert 0.2 < metrics["peak_memory_gb"] < 6
-    assert re.match(r"\[parameter_server\] an update is compute \d+%, transfer \d+%, waiting \d+%; ", result.stdout)
+    lanes = "parameter_server", "trainer1", "trainer2"
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == list(lanes)
+    assert sum(event.get("name") == "add" for event in events) == 5 * 2
+    assert (folder / "timeline.png").stat().st_size > 10_000
+    idle, spent, _ = result.stdout.splitlines()
+    assert all(f"{lane} " in idle for lane in lanes)
+    assert re.match(r"\[parameter_server\] an update is compute \d+%, transfer \d+%, waiting \d+%; ", spent)
     assert result.stdout.splitlines()[-1].startswith("resnet18, 2 trainers: ")
     width, height = struct.unpack(">II", (folder / "batch_update.png").read_bytes()[16:24])
     assert min(width, height) > 300
