@@ -127,7 +127,7 @@ def test_the_tutorials_arithmetic():
 def test_the_documented_command(tmp_path):
     """With small flags: the numbers, the pictures, and what this hardware can show."""
     command = commands_in(README)[0][1:]
-    assert command == [MAIN]
+    assert command == [MAIN, "--num_repeat", "7"]
     result = run(script(*command, *SMALL, "--device", "cpu", "--num_repeat", 2, "--num_batches", 2), tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""  # a normal run prints no warning
