@@ -24,6 +24,7 @@ bench: .venv/ready
 	$(BIN)/python p2p_collectives/ring_allreduce.py --repeats 31 --output_dir docs/results/p2p_collectives
 	$(BIN)/python rpc_rnn/main.py --output_dir docs/results/rpc_rnn
 	$(BIN)/python benchmarks/rpc_rnn.py --output_dir docs/results/benchmark_rpc_rnn
+	$(BIN)/python model_parallel_resnet/single_machine.py --num_repeat 7 --output_dir docs/results/model_parallel_resnet_single
 	$(BIN)/python ddp_rpc_hybrid/main.py --output_dir docs/results/ddp_rpc_hybrid
 	$(BIN)/python benchmarks/ddp_rpc_hybrid.py
 	$(BIN)/python param_server/main.py --output_dir docs/results/param_server

@@ -1,0 +1,1 @@
+"""Tutorials 6_2 and 6_7."""
