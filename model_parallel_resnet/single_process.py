@@ -1,0 +1,27 @@
+"""The oracle: torchvision's model, whole, in one process."""
+
+import torch
+from torch import nn
+
+from model_parallel_resnet.data import get_batch
+from model_parallel_resnet.stages import parameters_of, whole_resnet
+
+
+def step_alone(args):
+    """One step without any split, BatchNorm in evaluation mode.
+
+    Returns:
+        `{"outputs", "gradients", "parameters"}` as tensors: of the whole batch, of all parameters before the step, and
+        after it; and "outputs, training mode", with the statistics of the whole batch in BatchNorm.
+    """
+    images, targets = get_batch(args)
+    model = whole_resnet(args.arch, args.num_classes, args.seed)
+    with torch.no_grad():
+        in_training_mode = model.train()(images)
+    model = whole_resnet(args.arch, args.num_classes, args.seed).eval()
+    outputs = model(images)
+    nn.functional.mse_loss(outputs, targets).backward()
+    gradients = torch.cat([param.grad.flatten() for param in model.parameters()])
+    torch.optim.SGD(model.parameters(), lr=args.lr).step()
+    return {"outputs": outputs.detach(), "gradients": gradients, "parameters": parameters_of(model),
+            "outputs, training mode": in_training_mode}
