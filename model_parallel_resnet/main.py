@@ -244,8 +244,8 @@ def compare_with_whole(recorded, args):
         of_split = recorded[str(num_split)]
         for what in ("outputs", "gradients", "parameters"):
             name = f"splits {num_split}, {what}"
-            # The same float32 sums in another order; gradients of a deep network without working BatchNorm carry that.
-            ours[name], oracle[name], tolerances[name] = of_split[what], whole[what], 1e-4
+            # The same float32 sums, in another order.
+            ours[name], oracle[name], tolerances[name] = of_split[what], whole[what], 1e-5
         what = "outputs, training mode"
         difference = (torch.tensor(of_split[what]) - whole[what]).abs().max() / whole[what].abs().max()
         report.log("check", f"splits {num_split}, {what}: differ by {difference:.1e} (BatchNorm: statistics of "

@@ -37,8 +37,8 @@ def finish(metrics, args, name, workers, backend):
         shown = {f"num_split {n}: {last[n][1] - last[n][0]:.2f} s": last[n] for n in (1, best["num_split"])}
         timeline.save(spans, args.output_dir, f"A batch of {args.arch}, {name}", shown)
     loss = "loss {:.4f} -> {:.4f}".format(metrics["losses"][0], metrics["losses"][-1])
-    print("{}, {}: {} | best with num_split {num_split}: {median_s:.2f} s a batch, {speedup:.2f} times as fast as with 1 "
-          "(ideal {ideal:.2f}), workers idle {idle_share:.0%}".format(args.arch, name, loss, **best))
+    print("{}, {}: {} | best with num_split {num_split}: {median_s:.2f} s a batch, {speedup:.2f} times as fast as "
+          "with 1 (ideal {ideal:.2f}), workers idle {idle_share:.0%}".format(args.arch, name, loss, **best))
     return metrics
 
 
@@ -65,7 +65,7 @@ def draw_num_split(rows, args, name):
                   label="the tutorial (two GPUs, start-up included)")
         axes.plot(splits, [1 / row["speedup"] for row in rows], "o-", color="C0", label=f"here ({name})")
         for row in rows:
-            axes.annotate(f"{row['median_s']:.2f} s", (row["num_split"], 1 / row["speedup"]), xytext=(0, -14),
+            axes.annotate(f"{row['median_s']:.2f} s", (row["num_split"], 1 / row["speedup"]), xytext=(0, 7),
                           textcoords="offset points", ha="center", fontsize=8, color="C0")
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({*splits, *TUTORIAL_S}), labels=map(str, sorted({*splits, *TUTORIAL_S})))

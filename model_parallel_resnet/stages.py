@@ -40,14 +40,13 @@ class ResNetBase(nn.Module):
         """Called over RPC: fetch a micro-batch from where it is, compute, keep the result here for who asks."""
         x = x_rref.to_here().to(self.device)  # outside the lock: the next one may travel while this one is computed
         with self._lock:
-            return self.compute(x, micro_batch)
+            return self.compute(x, micro_batch).cpu()
 
     def compute(self, x, micro_batch):
-        """The layers of this shard; the result on the CPU. `micro_batch` is its number, for the timeline."""
+        """The layers of this shard, on its device. `micro_batch` is its number, for the timeline."""
         with timeline.span("forward", micro_batch=micro_batch):
-            x = x.to(self.device)
             first = self.first(x)
-            out = self.rest(first).cpu()
+            out = self.rest(first)
         if timeline.is_on() and out.requires_grad:
             _record_backward(x, first, out, micro_batch)
         return out
@@ -81,8 +80,8 @@ class ResNetShard2(ResNetBase):
 def _record_backward(x, first, out, micro_batch):
     """Record this micro-batch's backward: from when the gradient of `out` comes until the last one here is computed.
 
-    Which is that of the input, or, where the input is an image, those of the first layer's weights. On a GPU, these
-    are the times at which the work is handed to it.
+    Which is that of the input, or, where the input is an image, those of the first layer's weights. On a GPU, all
+    spans are the times in which work is handed to it.
     """
     started = []
     out.register_hook(lambda _: started.append(time.time()))
