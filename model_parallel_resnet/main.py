@@ -201,6 +201,7 @@ def run_worker(rank, world_size, args):
 
 def record(rank, world_size, args):
     """For `check`: the same step with each split count, from the same weights; rank 0 returns what came of them."""
+    torch.backends.cudnn.allow_tf32 = False  # a GPU's convolutions with float32's own precision
     with join(rank, world_size, args):
         if rank != 0:
             return None
@@ -244,8 +245,8 @@ def compare_with_whole(recorded, args):
         of_split = recorded[str(num_split)]
         for what in ("outputs", "gradients", "parameters"):
             name = f"splits {num_split}, {what}"
-            # The same float32 sums, in another order.
-            ours[name], oracle[name], tolerances[name] = of_split[what], whole[what], 1e-5
+            # The same float32 sums in another order: about 1e-6 on a CPU, more where a GPU has other kernels.
+            ours[name], oracle[name], tolerances[name] = of_split[what], whole[what], 1e-4
         what = "outputs, training mode"
         difference = (torch.tensor(of_split[what]) - whole[what]).abs().max() / whole[what].abs().max()
         report.log("check", f"splits {num_split}, {what}: differ by {difference:.1e} (BatchNorm: statistics of "

@@ -31,7 +31,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from common import report, timeline
 from common.cli import refuse
 from common.launch import launch
-from common.session import device_for, process_group
+from common.session import backend_for, device_for, process_group
 from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet.data import get_batch
 from model_parallel_resnet.results import finish
@@ -45,6 +45,12 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 def role_name(rank, world_size):
     """Each rank has a stage."""
     return STAGES[rank]
+
+
+def device_of_stage(args):
+    """A GPU if each stage has one of its own: gloo, which also shares one, sends only what is on the CPU."""
+    device = device_for(args.device)
+    return torch.device("cpu") if backend_for(device) == "gloo" else device
 
 
 class Numbered(nn.Module):
@@ -67,7 +73,7 @@ class Pipeline:
 
     def __init__(self, rank, args):
         self.rank, self.args = rank, args
-        self.device = device_for(args.device)
+        self.device = device_of_stage(args)
         shard = (ResNetShard1, ResNetShard2)[rank](args.arch, args.num_classes, args.seed, self.device)
         self.model = Numbered(shard)
         self.opt = torch.optim.SGD(shard.parameters(), lr=args.lr)
@@ -112,7 +118,7 @@ class Pipeline:
 def run_worker(rank, world_size, args):
     """Both ranks run all split counts in turns, a warm-up batch of each first; rank 1 returns the metrics."""
     timeline.start(role_name(rank, world_size))  # always: the idle shares are part of the result
-    with process_group(rank, world_size, args.timeout, device_for(args.device)) as backend:
+    with process_group(rank, world_size, args.timeout, device_of_stage(args)) as backend:
         pipeline = Pipeline(rank, args)
         before = parameters_of(pipeline.model)
         losses, windows = [], {num_split: [] for num_split in args.num_splits}
@@ -139,7 +145,8 @@ def run_worker(rank, world_size, args):
 
 def record(rank, world_size, args):
     """For `check`: the same step with each split count, from the same weights; rank 1 returns what came of them."""
-    with process_group(rank, world_size, args.timeout, device_for(args.device)):
+    torch.backends.cudnn.allow_tf32 = False  # a GPU's convolutions with float32's own precision
+    with process_group(rank, world_size, args.timeout, device_of_stage(args)):
         results = {}
         for num_split in args.num_splits:
             in_training_mode, _ = Pipeline(rank, args).forward_backward(num_split)
@@ -179,6 +186,8 @@ def main(argv=None):
         if args.batch_size % num_split:
             refuse("--num_splits", num_split, f"a divisor of --batch_size {args.batch_size}: here, all micro-batches "
                    "have the same shape")
+    if args.device == "cuda" and args.rank is None and torch.cuda.device_count() < len(STAGES):
+        refuse("--device", args.device, "cpu or auto: each stage needs a GPU of its own, and main.py does not")
     if args.check:
         return check(args)
     metrics = launch(run_worker, args, role_name)

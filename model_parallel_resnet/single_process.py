@@ -1,5 +1,7 @@
 """The oracle: torchvision's model, whole, in one process."""
 
+import time
+
 import torch
 from torch import nn
 
@@ -25,3 +27,24 @@ def step_alone(args):
     torch.optim.SGD(model.parameters(), lr=args.lr).step()
     return {"outputs": outputs.detach(), "gradients": gradients, "parameters": parameters_of(model),
             "outputs, training mode": in_training_mode}
+
+
+def train_alone(args):
+    """The lesson without any split: the same batches in this process. For the benchmark.
+
+    Returns:
+        Seconds of each batch, the first of which is the warm-up; and its losses.
+    """
+    images, targets = get_batch(args)
+    model = whole_resnet(args.arch, args.num_classes, args.seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    seconds, losses = [], []
+    for _ in range(args.num_batches + 1):
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(images), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - started)
+    return seconds, losses

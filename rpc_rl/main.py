@@ -41,7 +41,7 @@ from rpc_rl.single_process import play_alone
 ENV_NAME = "CartPole-v1"
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
-PLAY_DRAWN_S = 0.01  # with --timeline: of an episode
+PLAY_DRAWN_S = 0.02  # with --timeline: of an episode
 RPC_THREADS = 2  # more only queue for the interpreter lock: 16, the default, makes 15% fewer steps per second
 
 
