@@ -28,6 +28,8 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/ddp_rpc_hybrid.py
 	$(BIN)/python param_server/main.py --output_dir docs/results/param_server
 	$(BIN)/python benchmarks/param_server.py --output_dir docs/results/benchmark_param_server
+	$(BIN)/python model_parallel_resnet/main.py --num_splits 1 2 4 8 --timeline --output_dir docs/results/model_parallel_resnet
+	$(BIN)/python benchmarks/model_parallel_resnet.py --output_dir docs/results/benchmark_model_parallel_resnet
 	for sync in per_parameter flat ddp; do $(BIN)/python p2p_collectives/train.py --sync $$sync; done
 
 .venv/ready: requirements.txt pyproject.toml

@@ -1,6 +1,6 @@
 """Is the pipeline worth it? Batches over RPC, with both schedules, and in one process with one thread, in turns.
 
-    python benchmarks/model_parallel_resnet.py --rounds 2
+    python benchmarks/model_parallel_resnet.py --rounds 1
 """
 
 import json
@@ -20,6 +20,7 @@ from common import report  # noqa: E402
 from common.cli import bounded  # noqa: E402
 from model_parallel_resnet import main as rpc_pipeline  # noqa: E402
 from model_parallel_resnet.single_process import train_alone  # noqa: E402
+from model_parallel_resnet.stages import keep_memory  # noqa: E402
 
 FOLDER = Path(rpc_pipeline.__file__).parent
 WAYS = {"RPC pipeline": [FOLDER / "main.py"], "gpipe": [FOLDER / "schedules.py", "--schedule", "gpipe"],
@@ -31,8 +32,8 @@ PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "
 def build_parser():
     """The flags of the example, and how often."""
     parser = rpc_pipeline.build_parser(__doc__, "benchmark_model_parallel_resnet")
-    parser.set_defaults(num_splits=[4, 8], num_batches=2)
-    parser.add_argument("--rounds", type=bounded(int, at_least=1), default=2, metavar="N", help="runs of each way")
+    parser.set_defaults(num_splits=[4, 8], num_batches=3)
+    parser.add_argument("--rounds", type=bounded(int, at_least=1), default=1, metavar="N", help="runs of each way")
     return parser
 
 
@@ -51,6 +52,7 @@ def main(argv=None):
     """Print and write the medians of all rounds, and how many times as fast as one process they are."""
     args = build_parser().parse_args(argv)
     torch.set_num_threads(1)
+    keep_memory()  # as in all processes of the other ways
     seconds = {}
     for _ in range(args.rounds):
         seconds.setdefault((ALONE, 1), []).append(statistics.median(train_alone(args)[0][1:]))

@@ -24,8 +24,6 @@ Last line, about:
     LAST_LINE
 """
 
-import contextlib
-import ctypes
 import time
 
 import torch
@@ -42,10 +40,9 @@ from common.session import device_for, rpc_session
 from model_parallel_resnet.data import get_batch
 from model_parallel_resnet.results import finish
 from model_parallel_resnet.single_process import step_alone
-from model_parallel_resnet.stages import ARCHS, ResNetShard1, ResNetShard2, parameters_of
+from model_parallel_resnet.stages import ARCHS, ResNetShard1, ResNetShard2, keep_memory, parameters_of
 
 EVERY = 97  # of millions of weights, the check compares every so many
-M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # of glibc's malloc.h
 MASTER_NAME = "master"
 WORKERS = ["worker1", "worker2"]
 
@@ -173,17 +170,6 @@ def shards_call(model, function, *args):
 def on_shard(rref, function, *args):
     """On the worker that has the shard."""
     return function(rref.local_value(), *args)
-
-
-def keep_memory():
-    """Let the C library keep freed memory: giving it back and getting it again costs a worker a part of each step.
-
-    Only glibc does so in the threads in which RPC runs; elsewhere there is nothing to do.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for parameter, size in ((M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**30)):
-            mallopt(parameter, size)
 
 
 def join(rank, world_size, args):

@@ -35,7 +35,7 @@ from common.session import backend_for, device_for, process_group
 from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet.data import get_batch
 from model_parallel_resnet.results import finish
-from model_parallel_resnet.stages import ResNetShard1, ResNetShard2, parameters_of
+from model_parallel_resnet.stages import ResNetShard1, ResNetShard2, keep_memory, parameters_of
 
 EVERY = rpc_pipeline.EVERY
 STAGES = ["stage0", "stage1"]
@@ -86,15 +86,20 @@ class Pipeline:
         That one would compute with uninitialised memory, and leave it in the running statistics of BatchNorm.
         """
         like_input = self.inputs[: self.args.batch_size // num_split].to("meta")
-        like_output = ResNetShard1(self.args.arch, self.args.num_classes, 0, "meta").compute(like_input, None)
+        like_output = self.like_output(ResNetShard1, like_input)
         if self.rank == 1:
             like_input = like_output.detach().requires_grad_()
-            like_output = ResNetShard2(self.args.arch, self.args.num_classes, 0, "meta").compute(like_input, None)
+            like_output = self.like_output(ResNetShard2, like_input)
         stage = PipelineStage(self.model, self.rank, len(STAGES), self.device, like_input, like_output)
         # 1F1B wants as many micro-batches as there are stages, at least. With one, there is only one order anyway.
         schedule_class = ScheduleGPipe if num_split < len(STAGES) else SCHEDULES[self.args.schedule]
         # A mean over each micro-batch; the schedule then divides the sum of the gradients by their number.
         return schedule_class(stage, num_split, loss_fn=nn.MSELoss())
+
+    def like_output(self, shard_class, like_input):
+        """What a shard makes of such a tensor, by shape alone: on the "meta" device there are no numbers."""
+        shard = shard_class(self.args.arch, self.args.num_classes, 0, "meta")
+        return shard.rest(shard.first(like_input))
 
     def forward_backward(self, num_split):
         """One batch through the pipeline and back; on rank 1 the outputs and the loss, elsewhere None and None."""
@@ -117,6 +122,7 @@ class Pipeline:
 
 def run_worker(rank, world_size, args):
     """Both ranks run all split counts in turns, a warm-up batch of each first; rank 1 returns the metrics."""
+    keep_memory()
     timeline.start(role_name(rank, world_size))  # always: the idle shares are part of the result
     with process_group(rank, world_size, args.timeout, device_of_stage(args)) as backend:
         pipeline = Pipeline(rank, args)
