@@ -106,7 +106,8 @@ def save(spans_by_role, output_dir, title, windows=None):
                 _draw_lane(axes, y, within(of_role, window), window[0], longest, colours)
                 y += 1
             y += 0.6
-        drawn = {span["kind"] for window in windows.values() for span in within(spans, window)}
+        drawn = {span["kind"] for window in windows.values() for span in within(spans, window)
+                 if span["end"] - span["start"] > longest / 1000}  # or nobody could see it
         for kind in colours:
             if kind in drawn:
                 axes.barh(0, 0, color=colours[kind], label=kind)
