@@ -21,7 +21,8 @@ gradients back the same way, and they meet in the same pipeline.
         --master_addr HOST --master_port 29500                     one rank per terminal or machine
 
 Last line, about:
-    LAST_LINE
+    resnet50, RPC pipeline: loss 0.3568 -> 0.0219 |
+    best with num_split 2: 2.18 s a batch, 1.55 times as fast as with 1 (ideal 1.33), workers idle 44%
 """
 
 import time
@@ -187,7 +188,7 @@ def run_worker(rank, world_size, args):
 
 def record(rank, world_size, args):
     """For `check`: the same step with each split count, from the same weights; rank 0 returns what came of them."""
-    torch.backends.cudnn.allow_tf32 = False  # a GPU's convolutions with float32's own precision
+    torch.set_default_dtype(torch.float64)  # see compare_with_whole
     with join(rank, world_size, args):
         if rank != 0:
             return None
@@ -231,8 +232,9 @@ def compare_with_whole(recorded, args):
         of_split = recorded[str(num_split)]
         for what in ("outputs", "gradients", "parameters"):
             name = f"splits {num_split}, {what}"
-            # The same float32 sums in another order: about 1e-6 on a CPU, more where a GPU has other kernels.
-            ours[name], oracle[name], tolerances[name] = of_split[what], whole[what], 1e-4
+            # The same sums in another order, in float64: in float32, a few of the many ReLUs see a number on the other
+            # side of zero, which is 3e-4 in the gradients of a resnet50 that has no working BatchNorm.
+            ours[name], oracle[name], tolerances[name] = of_split[what], whole[what], 1e-9
         what = "outputs, training mode"
         difference = (torch.tensor(of_split[what]) - whole[what]).abs().max() / whole[what].abs().max()
         report.log("check", f"splits {num_split}, {what}: differ by {difference:.1e} (BatchNorm: statistics of "

@@ -18,7 +18,8 @@ go forward first, and then all back; under "1f1b", a stage goes back with one as
     torchrun --nproc_per_node 2 model_parallel_resnet/schedules.py      under torchrun; rank 1 has the loss, and prints
 
 Last line, about:
-    LAST_LINE
+    resnet50, gpipe: loss 0.3568 -> 0.0521 |
+    best with num_split 4: 2.20 s a batch, 1.43 times as fast as with 1 (ideal 1.60), workers idle 25%
 """
 
 import time
@@ -151,7 +152,7 @@ def run_worker(rank, world_size, args):
 
 def record(rank, world_size, args):
     """For `check`: the same step with each split count, from the same weights; rank 1 returns what came of them."""
-    torch.backends.cudnn.allow_tf32 = False  # a GPU's convolutions with float32's own precision
+    torch.set_default_dtype(torch.float64)  # see compare_with_whole
     with process_group(rank, world_size, args.timeout, device_of_stage(args)):
         results = {}
         for num_split in args.num_splits:

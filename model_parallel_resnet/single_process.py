@@ -10,12 +10,14 @@ from model_parallel_resnet.stages import parameters_of, whole_resnet
 
 
 def step_alone(args):
-    """One step without any split, BatchNorm in evaluation mode.
+    """One step without any split, BatchNorm in evaluation mode, in float64.
 
     Returns:
         `{"outputs", "gradients", "parameters"}` as tensors: of the whole batch, of all parameters before the step, and
         after it; and "outputs, training mode", with the statistics of the whole batch in BatchNorm.
     """
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
     images, targets = get_batch(args)
     model = whole_resnet(args.arch, args.num_classes, args.seed)
     with torch.no_grad():
@@ -25,6 +27,7 @@ def step_alone(args):
     nn.functional.mse_loss(outputs, targets).backward()
     gradients = torch.cat([param.grad.flatten() for param in model.parameters()])
     torch.optim.SGD(model.parameters(), lr=args.lr).step()
+    torch.set_default_dtype(usual)
     return {"outputs": outputs.detach(), "gradients": gradients, "parameters": parameters_of(model),
             "outputs, training mode": in_training_mode}
 
