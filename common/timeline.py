@@ -94,7 +94,8 @@ def save(spans_by_role, output_dir, title, windows=None):
     kinds = dict.fromkeys(span["kind"] for span in sorted(spans, key=lambda span: span["start"]))
     colours = {kind: f"C{i}" for i, kind in enumerate(kinds)}
     longest, idle, ticks, y = max(end - start for start, end in windows.values()), {}, {}, 0
-    with report.picture(output_dir / "timeline.png", title, "time (s)", "") as axes:
+    unit, scale = ("s", 1) if longest >= 1 else ("ms", 1000)
+    with report.picture(output_dir / "timeline.png", title, f"time ({unit})", "") as axes:
         for caption, window in windows.items():
             idle[caption] = {}
             axes.text(0, y - 0.12, caption, va="bottom", fontweight="bold", fontsize=9)
@@ -105,11 +106,15 @@ def save(spans_by_role, output_dir, title, windows=None):
                 _draw_lane(axes, y, within(of_role, window), window[0], longest, colours)
                 y += 1
             y += 0.6
-        for kind in dict.fromkeys(span["kind"] for window in windows.values() for span in within(spans, window)):
-            axes.barh(0, 0, color=colours[kind], label=kind)
+        drawn = {span["kind"] for window in windows.values() for span in within(spans, window)
+                 if span["end"] - span["start"] > longest / 1000}  # or nobody could see it
+        for kind in colours:
+            if kind in drawn:
+                axes.barh(0, 0, color=colours[kind], label=kind)
         axes.set_yticks(list(ticks), ticks.values(), fontsize=8)
-        axes.set_ylim(y - 0.5, -0.6)
+        axes.set_ylim(y - 0.5, -0.6 if any(windows) else -0.1)
         axes.set_xlim(0, longest)
+        axes.xaxis.set_major_formatter(lambda seconds, _: f"{scale * seconds:g}")
     return idle
 
 
@@ -120,7 +125,7 @@ def _draw_lane(axes, y, spans, zero, longest, colours):
         start, width = span["start"] - zero, span["end"] - span["start"]
         middle = y + 0.05 + (row + 0.5) * height
         axes.barh(middle, width, left=start, height=height, color=colours[span["kind"]], edgecolor="white",
-                  linewidth=0.5)
+                  linewidth=0.5 if width > 0.005 * longest else 0)
         text = str(next(iter(span["labels"].values()), ""))
         if width / longest > 0.012 * len(text) and height > 0.2:
             axes.text(start + width / 2, middle, text, ha="center", va="center", color="white", fontsize=7)

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from common import checkpoint, report
+from common import checkpoint, report, timeline
 from common.cli import Parser, bounded, refuse, starts_rank
 from common.data import add_data_flags, fetch_data, load_data
 from common.launch import launch
@@ -39,6 +39,7 @@ from p2p_collectives.partition import batches, partition_dataset
 
 EXAMPLE = "p2p_collectives/train"
 LONGEST_GRADIENT = 1.0  # its norm; longer ones are shortened, so that large steps do not end in chaos
+STEPS_DRAWN = 4  # with --timeline
 SYNCS = ("per_parameter", "flat", "ddp")
 
 
@@ -118,16 +119,21 @@ def make_optimizer(net, args):
 def train_step(model, optimizer, average, images, labels, share):
     """One step of synchronous SGD on this rank's piece, which is `share` of the joined batch; the piece's mean loss."""
     optimizer.zero_grad(set_to_none=False)  # keep the tensors: with --sync flat they are views
-    loss = F.nll_loss(model(images), labels)
+    with timeline.span("forward"):
+        loss = F.nll_loss(model(images), labels)
     if average is None:
         # DDP divides by the world size, as if all pieces were equal: undo that, then weight.
-        (loss * share * dist.get_world_size()).backward()
+        with timeline.span("backward with all_reduce"):
+            (loss * share * dist.get_world_size()).backward()
     else:
-        loss.backward()
-        average(share)
-    # After the average: each piece's gradient clipped by itself would not make the joined batch's.
-    nn.utils.clip_grad_norm_(model.parameters(), LONGEST_GRADIENT)
-    optimizer.step()
+        with timeline.span("backward"):
+            loss.backward()
+        with timeline.span("all_reduce"):
+            average(share)
+    with timeline.span("step"):
+        # After the average: each piece's gradient clipped by itself would not make the joined batch's.
+        nn.utils.clip_grad_norm_(model.parameters(), LONGEST_GRADIENT)
+        optimizer.step()
     return loss.item()
 
 
@@ -157,6 +163,8 @@ def equal_on_all_ranks(net):
 def run_worker(rank, world_size, args):
     """Every rank trains its replica; rank 0 also measures the accuracy, reports and writes the checkpoints."""
     device = device_for(args.device)
+    if args.timeline:
+        timeline.start(role_name(rank, world_size))
     with process_group(rank, world_size, args.timeout, device) as backend:
         train_set, joined_batch_sizes, test = partition_dataset(args, rank, world_size)
         test_images, test_labels = (tensor.to(device) for tensor in test.tensors)
@@ -195,11 +203,24 @@ def run_worker(rank, world_size, args):
 
         if not equal_on_all_ranks(net):
             raise ArithmeticError("the replicas have drifted apart")
+        of_each_rank = [{}] * world_size
+        if args.timeline:
+            dist.all_gather_object(of_each_rank, timeline.recorded())
         if rank != 0:
             return None
         samples = (args.epochs - first_epoch) * sum(joined_batch_sizes)
         return {"epochs": epochs, "test_accuracy": accuracy(net, test_images, test_labels), "sync": args.sync,
-                "samples_per_s": samples / train_s if samples else None, "backend": backend}
+                "samples_per_s": samples / train_s if samples else None, "backend": backend,
+                "spans": of_each_rank}
+
+
+def plot_timeline(of_each_rank, args):
+    """Draw the last few steps of the training: `timeline.png`."""
+    spans = {role: spans for of_rank in of_each_rank for role, spans in of_rank.items()}
+    steps = [span for span in spans["rank0"] if span["kind"] == "step"][-STEPS_DRAWN - 1 :]
+    if len(steps) > 1:  # otherwise there was nothing left to train
+        timeline.save(spans, args.output_dir, f"The last steps of a training, {args.sync}",
+                      {"": (steps[0]["end"], steps[-1]["end"])})
 
 
 CHECK_STEPS = 5
@@ -269,6 +290,7 @@ def build_parser():
     add("--lr", type=bounded(float, above=0), default=0.15, help="learning rate of the first epoch")
     add("--momentum", type=bounded(float, at_least=0, at_most=1), default=0.9, help="of SGD, Nesterov's")
     add("--sync", choices=SYNCS, default="per_parameter", help="how the gradients are averaged")
+    add("--timeline", action="store_true", help="draw who worked when: timeline.png, and timeline.json for Perfetto")
     parser.add_checkpoint_flags()
     return parser
 
@@ -289,6 +311,9 @@ def main(argv=None):
     metrics = launch(run_worker, args, role_name)
     if metrics is None:
         return None
+    of_each_rank = metrics.pop("spans")
+    if args.timeline:
+        plot_timeline(of_each_rank, args)
     report.save_metrics(args, metrics, metrics["backend"])
     speed = "nothing left to train" if metrics["samples_per_s"] is None else f"{metrics['samples_per_s']:.0f} samples/s"
     print(f"{args.dataset}: test accuracy {metrics['test_accuracy']:.1%} after {args.epochs} epochs on "

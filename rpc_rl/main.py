@@ -31,7 +31,7 @@ from torch.distributed import rpc
 from torch.distributed.rpc import RRef
 from torch.distributions import Categorical
 
-from common import checkpoint, report
+from common import checkpoint, report, timeline
 from common.cli import Parser, bounded, refuse
 from common.launch import launch
 from common.session import device_for, rpc_session
@@ -41,6 +41,7 @@ from rpc_rl.single_process import play_alone
 ENV_NAME = "CartPole-v1"
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
+PLAY_DRAWN_S = 0.02  # with --timeline: of an episode
 RPC_THREADS = 2  # more only queue for the interpreter lock: 16, the default, makes 15% fewer steps per second
 
 
@@ -70,7 +71,8 @@ class Observer:
                 action = agent.select_action(self.id, state.tolist())
 
             # Apply the action to the environment, get the reward.
-            state, reward, terminated, truncated, _ = self.env.step(action)
+            with timeline.span("env.step"):
+                state, reward, terminated, truncated, _ = self.env.step(action)
 
             # Report the reward to the agent, for its training.
             if self.rpcs_per_step == 2:
@@ -110,7 +112,7 @@ class Agent:
         if reward is not None:
             self.report_reward(ob_id, reward)
         step = len(self.states[ob_id])
-        with torch.inference_mode():
+        with timeline.span("select_action", observer=ob_id), torch.inference_mode():
             probs = self.policy(torch.tensor(state, device=self.device), self.masks[ob_id][step])
         # A uniform number falls above P(left) with probability P(right).
         action = int(self.uniforms[ob_id][step] > probs[0].item())
@@ -179,6 +181,8 @@ class Agent:
 
 def run_worker(rank, world_size, args):
     """Rank 0 trains and returns the metrics; the others wait passively for its commands."""
+    if args.timeline:
+        timeline.start(role_name(rank, world_size))
     with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout, RPC_THREADS):
         if rank != 0:
             return None
@@ -189,7 +193,8 @@ def run_worker(rank, world_size, args):
         with report.progress(args.max_episodes, "episode", history["episodes"]) as bar:
             while history["running_reward"] <= args.reward_threshold and history["episodes"] < args.max_episodes:
                 agent.run_episode()
-                last_reward = agent.finish_episode()
+                with timeline.span("finish_episode"):
+                    last_reward = agent.finish_episode()
 
                 bar.set_postfix_str(f"running reward {history['running_reward']:.1f}", refresh=False)
                 bar.update()
@@ -202,8 +207,13 @@ def run_worker(rank, world_size, args):
         train_s = time.perf_counter() - started
         if args.checkpoint:
             checkpoint.save(args, agent.state_dict())
-        return {"solved": history["running_reward"] > args.reward_threshold,
-                "env_steps_per_s": (history["env_steps"] - resumed_steps) / train_s, **history}
+        metrics = {"solved": history["running_reward"] > args.reward_threshold,
+                   "env_steps_per_s": (history["env_steps"] - resumed_steps) / train_s, **history}
+        if args.timeline:
+            metrics["spans"] = timeline.recorded()
+            for ob_rank in range(1, world_size):
+                metrics["spans"] |= rpc.rpc_sync(OBSERVER_NAME.format(ob_rank), timeline.recorded)
+        return metrics
 
 
 def record_episode(rank, world_size, args):
@@ -243,6 +253,15 @@ def plot(metrics, args):
         axes.axhline(args.reward_threshold, color="C3", linestyle="--", label=f"solved above {args.reward_threshold:g}")
 
 
+def plot_timeline(spans, args):
+    """Draw the end of the last episode, and what the agent then learns from it: `timeline.png`."""
+    if not spans[AGENT_NAME]:
+        return  # there was nothing left to train
+    last = spans[AGENT_NAME][-1]  # of the agent's work: finish_episode
+    timeline.save(spans, args.output_dir, f"{ENV_NAME} over RPC: the end of an episode",
+                  {"": (last["start"] - PLAY_DRAWN_S, last["end"])})
+
+
 def build_parser():
     """The flags of this example."""
     parser = Parser("rpc_rl", __doc__, world_size=3, min_world_size=2)
@@ -258,6 +277,7 @@ def build_parser():
         help="2: select_action, then report_reward (the tutorial); 1: the reward rides along with the next state")
     add("--time_limit", choices=["continue", "end"], default="continue",
         help="what lies behind an episode that ran out of time: more of the same reward, or nothing (the tutorial)")
+    add("--timeline", action="store_true", help="draw who worked when: timeline.png, and timeline.json for Perfetto")
     parser.add_checkpoint_flags()
     return parser
 
@@ -273,6 +293,8 @@ def main(argv=None):
     metrics = launch(run_worker, args, role_name)
     if metrics is None:
         return None
+    if args.timeline:
+        plot_timeline(metrics.pop("spans"), args)
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot(metrics, args)
     print(f"{ENV_NAME} {'solved' if metrics['solved'] else 'not solved'} in {metrics['episodes']} episodes: "

@@ -1,0 +1,73 @@
+"""Is the pipeline worth it? Batches over RPC, with both schedules, and in one process with one thread, in turns.
+
+    python benchmarks/model_parallel_resnet.py --rounds 1
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# As a script, this file's folder comes first on the path: there, `model_parallel_resnet` is this very file.
+sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
+
+import torch  # noqa: E402
+
+from common import report  # noqa: E402
+from common.cli import bounded  # noqa: E402
+from model_parallel_resnet import main as rpc_pipeline  # noqa: E402
+from model_parallel_resnet.single_process import train_alone  # noqa: E402
+from model_parallel_resnet.stages import keep_memory  # noqa: E402
+
+FOLDER = Path(rpc_pipeline.__file__).parent
+WAYS = {"RPC pipeline": [FOLDER / "main.py"], "gpipe": [FOLDER / "schedules.py", "--schedule", "gpipe"],
+        "1f1b": [FOLDER / "schedules.py", "--schedule", "1f1b"]}  # fmt: skip
+ALONE = "one process"
+PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "lr", "seed", "device")
+
+
+def build_parser():
+    """The flags of the example, and how often."""
+    parser = rpc_pipeline.build_parser(__doc__, "benchmark_model_parallel_resnet")
+    parser.set_defaults(num_splits=[4, 8], num_batches=3)
+    parser.add_argument("--rounds", type=bounded(int, at_least=1), default=1, metavar="N", help="runs of each way")
+    return parser
+
+
+def run(command, args):
+    """Run one way in processes of its own; `{num_split: median seconds}`."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [word for name in PASSED_ON for word in (f"--{name}", str(getattr(args, name)))]
+        flags += ["--output_dir", folder, "--num_splits", *map(str, args.num_splits)]
+        subprocess.run([sys.executable, *command, *flags], check=True, stdout=subprocess.DEVNULL,
+                       env={**os.environ, "OMP_NUM_THREADS": "1"})  # a worker has one thread, on any machine
+        rows = json.loads(Path(folder, "metrics.json").read_text())["rows"]
+        return {row["num_split"]: row["median_s"] for row in rows}
+
+
+def main(argv=None):
+    """Print and write the medians of all rounds, and how many times as fast as one process they are."""
+    args = build_parser().parse_args(argv)
+    torch.set_num_threads(1)
+    keep_memory()  # as in all processes of the other ways
+    seconds = {}
+    for _ in range(args.rounds):
+        seconds.setdefault((ALONE, 1), []).append(statistics.median(train_alone(args)[0][1:]))
+        for way, command in WAYS.items():
+            for num_split, median in run(command, args).items():
+                seconds.setdefault((way, num_split), []).append(median)
+    alone = statistics.median(seconds[ALONE, 1])
+    rows = [{"way": way, "num_split": num_split, "median_s": statistics.median(times), "rounds_s": times,
+             "speedup": alone / statistics.median(times)} for (way, num_split), times in seconds.items()]
+    print(f"{'':12}  splits  s/batch  times as fast as one process")
+    for row in rows:
+        print("{way:12}  {num_split:6}  {median_s:7.2f}  {speedup:.2f}".format(**row))
+    report.save_metrics(args, {"rows": rows, "rounds": args.rounds}, backend="")
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Tutorial 6_7."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from common.session import device_for
+from model_parallel_resnet import main as rpc_pipeline
+from model_parallel_resnet import schedules
+from model_parallel_resnet.main import micro_batches
+from model_parallel_resnet.stages import ResNetShard1, ResNetShard2, parameters_of, whole_resnet
+from tests.helpers import bad, commands_in, end, faulty, nothing_left, run, running, script, torchrun, workers
+
+MAIN, SCHEDULES = "model_parallel_resnet/main.py", "model_parallel_resnet/schedules.py"
+SMALL = ["--arch", "resnet18", "--image_size", "64", "--batch_size", "8"]
+BRIEF = [*SMALL, "--num_splits", "1", "2", "--num_batches", "1"]
+
+
+def verdicts(result):
+    rows = [line for line in result.stdout.splitlines() if line.startswith("[check]") and "training mode" not in line]
+    return {row.split("] ")[1].split(":")[0]: row.split()[-1] for row in rows}
+
+
+# --- the model, in one process
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnet50"])
+def test_two_shards_are_the_whole(arch):
+    whole = whole_resnet(arch, 10, seed=3).eval()
+    shards = [shard(arch, 10, 3, "cpu").eval() for shard in (ResNetShard1, ResNetShard2)]
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(shards[1].compute(shards[0].compute(images, 0), 0), whole(images))
+    assert torch.equal(torch.cat([parameters_of(shard) for shard in shards]), parameters_of(whole))
+
+
+@pytest.mark.parametrize(("batch_size", "num_split", "sizes"), [
+    (32, 4, [8, 8, 8, 8]), (7, 3, [3, 2, 2]), (5, 4, [2, 1, 1, 1]), (10, 6, [2, 2, 2, 2, 1, 1]), (3, 1, [3])])
+def test_num_split_is_a_number_of_micro_batches(batch_size, num_split, sizes):
+    """Not the size of one, as in the tutorial's `xs.split`; and exactly that number, unlike `xs.chunk`."""
+    xs = torch.arange(batch_size)
+    assert [len(piece) for piece in micro_batches(xs, num_split)] == sizes
+    assert torch.equal(torch.cat(micro_batches(xs, num_split)), xs)
+
+
+def test_devices(monkeypatch):
+    """The tutorial wants cuda:0 and cuda:1, and does not start without them."""
+    devices = {}
+    for gpus in (0, 1, 2):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        for rank in ("1", "2"):
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            devices.setdefault(gpus, []).append(str(device_for("auto")))
+    assert devices == {0: ["cpu", "cpu"], 1: ["cuda:0", "cuda:0"], 2: ["cuda:1", "cuda:0"]}
+
+
+# --- the oracle
+
+
+@pytest.mark.parametrize(("main", "flags"), [
+    (rpc_pipeline.main, ["--batch_size", "7", "--num_splits", "3"]), (schedules.main, ["--num_splits", "4"]),
+    (schedules.main, ["--num_splits", "2", "--schedule", "1f1b"])], ids=["rpc", "gpipe", "1f1b"])
+def test_check_passes(main, flags, capfd, tmp_path):
+    differences = main(["--check", *SMALL, *flags, "--output_dir", str(tmp_path)])
+    assert len(differences) == 6
+    assert max(differences.values()) <= 1e-5
+    out, err = capfd.readouterr()
+    assert out.count(" ok\n") == 6
+    assert err == ""
+    # In training mode BatchNorm has the statistics of a micro-batch: with one of them, those of the batch.
+    shown = [float(line.split("differ by ")[1].split()[0]) for line in out.splitlines() if "differ by" in line]
+    assert shown[0] < 1e-5
+    assert shown[1] > 0.01
+
+
+PLAIN = """
+import torch
+class Plain:
+    def __init__(self, optimizer_class, param_rrefs, lr):
+        here = [rref.local_value() for rref in param_rrefs if rref.is_owner()] or [torch.nn.Parameter(torch.ones(1))]
+        self.optimizer = torch.optim.SGD(here, lr=lr)
+    def step(self, context_id):
+        self.optimizer.step()
+example.DistributedOptimizer = Plain
+"""
+
+
+def test_check_sees_a_plain_optimizer(tmp_path):
+    """With distributed autograd the gradients are in the context, not in `.grad`: the step is silent, and no step."""
+    command = [*faulty("model_parallel_resnet.main", tmp_path, PLAIN), "--check", *SMALL, "--num_splits", "1"]
+    result = run(command, tmp_path)
+    assert result.returncode == 1
+    assert verdicts(result) == {"splits 1, outputs": "ok", "splits 1, gradients": "ok", "splits 1, parameters": "FAIL"}
+
+
+def test_check_sees_a_wrong_order(tmp_path):
+    patch = "import torch\nexample.torch.futures.wait_all = lambda futures: [f.wait() for f in futures][::-1]"
+    command = [*faulty("model_parallel_resnet.main", tmp_path, patch), "--check", *SMALL, "--num_splits", "2"]
+    result = run(command, tmp_path)
+    assert result.returncode == 1
+    assert verdicts(result)["splits 2, outputs"] == "FAIL"
+
+
+def test_check_sees_gradients_that_are_not_scaled(tmp_path):
+    """Of a mean over each micro-batch, not over the batch."""
+    patch = """
+from functools import partial
+example.ScheduleGPipe = example.SCHEDULES["gpipe"] = partial(example.ScheduleGPipe, scale_grads=False)
+"""
+    command = [*faulty("model_parallel_resnet.schedules", tmp_path, patch), "--check", *SMALL, "--num_splits", "2"]
+    result = run(command, tmp_path)
+    assert result.returncode == 1
+    assert {what for what, verdict in verdicts(result).items() if verdict == "FAIL"} == {
+        "splits 2, gradients", "splits 2, parameters"}
+
+
+# --- the runs, and what they check themselves
+
+
+def rows_of(folder, example):
+    metrics = json.loads((folder / "outputs" / example / "metrics.json").read_text())
+    assert metrics["losses"][-1] < metrics["losses"][0]
+    for row in metrics["rows"]:
+        m = row["num_split"]
+        assert row["median_s"] > 0
+        assert row["ideal"] == 2 * m / (m + 1)
+        assert row["speedup"] == pytest.approx(metrics["rows"][0]["median_s"] / row["median_s"])
+        assert 0 < row["idle_share"] < 1
+    return metrics
+
+
+def forward_and_backward(folder, role):
+    """How often each micro-batch number is in the trace, by kind."""
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    pid = next(event["pid"] for event in events if event["ph"] == "M" and event["args"]["name"] == role)
+    of_role = [event for event in events if event["ph"] == "X" and event["pid"] == pid]
+    return {kind: [event["args"]["micro_batch"] for event in of_role if event["name"] == kind]
+            for kind in ("forward", "backward")}
+
+
+def test_readme_command(tmp_path):
+    """The first command of the README, with less to do, and sizes that do not divide."""
+    command = commands_in("model_parallel_resnet/README.md")[0]
+    assert command[1] == MAIN
+    result = run(script(*command[1:], *SMALL, "--num_splits", 1, 3, "--num_batches", 2, "--timeline"), tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    metrics = rows_of(tmp_path, "model_parallel_resnet")
+    assert [row["num_split"] for row in metrics["rows"]] == [1, 3]
+    assert len(metrics["losses"]) == 6
+    lines = result.stdout.splitlines()
+    assert lines[6].split() == ["splits", "s/batch", "speed-up", "ideal", "idle"]
+    assert [line.split()[0] for line in lines[7:9]] == ["1", "3"]
+    assert lines[-1].startswith("resnet18, RPC pipeline: loss 0.")
+    output = tmp_path / "outputs/model_parallel_resnet"
+    assert sorted(path.name for path in output.iterdir()) == [
+        "metrics.json", "num_split.png", "timeline.json", "timeline.png"]
+    for role in ("worker1", "worker2"):
+        for numbers in forward_and_backward(output, role).values():
+            assert sorted(numbers) == sorted([0] * 3 + [0, 1, 2] * 3)  # a warm-up and two batches of each count
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_schedules(schedule, tmp_path):
+    flags = [*SMALL, "--num_splits", 1, 4, "--num_batches", 1, "--timeline", "--schedule", schedule]
+    result = run(script(SCHEDULES, *flags), tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    metrics = rows_of(tmp_path, "model_parallel_resnet/schedules")
+    assert metrics["schedule"] == schedule
+    numbers = forward_and_backward(tmp_path / "outputs/model_parallel_resnet/schedules", "stage1")
+    assert numbers["forward"] == numbers["backward"] == [0, 0, 1, 2, 3] * 2
+
+
+def test_both_ways_learn_the_same(tmp_path):
+    """One step after the other from the same weights, on the same batch: the losses are those of the other script."""
+    losses = [main([*BRIEF, "--output_dir", str(tmp_path)])["losses"] for main in (rpc_pipeline.main, schedules.main)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+def test_run_sees_a_split_size(tmp_path):
+    """As in the tutorial, where `xs.split` gets the number as a size: the table's first column would be wrong."""
+    patch = "example.micro_batches = lambda xs, num_split: xs.split(num_split)"
+    result = run([*faulty("model_parallel_resnet.main", tmp_path, patch), *BRIEF], tmp_path)
+    assert result.returncode == 1
+    assert "worker1 had 8 micro-batches with --num_splits 1" in result.stderr
+
+
+def test_run_sees_a_plain_optimizer(tmp_path):
+    result = run([*faulty("model_parallel_resnet.main", tmp_path, PLAIN), *BRIEF], tmp_path)
+    assert result.returncode == 1
+    assert "the parameters of worker1 have not changed" in result.stderr
+
+
+def test_run_sees_a_loss_that_does_not_fall(tmp_path):
+    result = run(script(SCHEDULES, *BRIEF, "--lr", 1e6), tmp_path)
+    assert result.returncode == 1
+    assert "the loss of the same batch has not fallen" in result.stderr
+
+
+def test_torchrun(tmp_path):
+    result = run(torchrun(3, MAIN, *BRIEF), tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("[master] batch 1  splits 2") == result.stdout.count("best with num_split") == 1
+    assert rows_of(tmp_path, "model_parallel_resnet")["world_size"] == 3
+
+
+@pytest.mark.parametrize(("path", "rank", "name", "others"), [
+    (MAIN, 2, "worker2", "2 other processes"), (SCHEDULES, 0, "stage0", "1 other process")])
+def test_killed(path, rank, name, others, tmp_path):
+    with running(script(path, *SMALL, "--num_batches", 1000), tmp_path, until="batch 1 ") as process:
+        os.kill(workers(process)[rank], signal.SIGKILL)
+        _, err = end(process)
+        assert process.returncode == 1
+        assert err == f"error: rank {rank} ({name}) was killed by SIGKILL; stopped {others}\n"
+        nothing_left(process, tmp_path)
+
+
+BAD = [
+    *(bad("--num_splits", value, says=("--num_splits", f"'{value}'", "at least 1")) for value in ("0", "-1", "two")),
+    bad("--num_splits", 4, 16, "--batch_size", 8, says=("--num_splits", "'16'", "at most 8")),
+    *(bad(f"--{flag}", "0", says=(f"--{flag}", "'0'", "at least 1")) for flag in ("batch_size", "num_batches")),
+    bad("--num_classes", "1", says=("--num_classes", "'1'", "at least 2")),
+    bad("--image_size", "31", says=("--image_size", "'31'", "at least 32")),
+    bad("--image_size", 32, "--batch_size", 8, says=("--image_size", "'32'", "more than 32")),
+    bad("--arch", "vgg", says=("--arch", "vgg", "resnet50")),
+    bad("--lr", "nan", says=("--lr", "nan", "above 0")),
+]
+
+
+@pytest.mark.parametrize(("flags", "says"), [*BAD, bad("--world_size", 4, says=("--world_size", "'4'", "3"))])
+def test_bad_input(flags, says, refused):
+    refused(rpc_pipeline.main, flags, says)
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    bad("--world_size", 3, says=("--world_size", "'3'", "2")),
+    bad("--num_splits", 3, says=("--num_splits", "'3'", "a divisor of --batch_size 32")),
+    bad("--schedule", "zb", says=("--schedule", "zb", "1f1b"))])
+def test_bad_input_of_schedules(flags, says, refused):
+    refused(schedules.main, flags, says)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: both shards are on it, or on one each")
+def test_check_on_gpu(tmp_path):
+    flags = ["--check", *SMALL, "--num_splits", "2", "--device", "cuda"]
+    assert rpc_pipeline.main([*flags, "--output_dir", str(tmp_path)])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs: a stage on each, with nccl between them")
+def test_check_of_schedules_on_gpus(tmp_path):
+    flags = ["--check", *SMALL, "--num_splits", "2", "--device", "cuda"]
+    assert schedules.main([*flags, "--output_dir", str(tmp_path)])
