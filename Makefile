@@ -30,7 +30,7 @@ bench: .venv/ready
 	$(BIN)/python param_server/main.py --output_dir docs/results/param_server
 	$(BIN)/python benchmarks/param_server.py --output_dir docs/results/benchmark_param_server
 	$(BIN)/python param_server/batch_update.py --timeline --output_dir docs/results/param_server_batch_update
-	$(BIN)/python batch_rl/main.py --num_episode 10 --output_dir docs/results/batch_rl
+	$(BIN)/python batch_rl/main.py --num_episode 6 --output_dir docs/results/batch_rl
 	$(BIN)/python batch_rl/main.py --observers 5 --envs_per_observer 16
 	$(BIN)/python batch_rl/main.py --mode train --observers 2 --envs_per_observer 8 --output_dir docs/results/batch_rl_train
 	for n in 5 10; do $(BIN)/python benchmarks/batch_rl.py --observers $$n --num_episode 8; done
