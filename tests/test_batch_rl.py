@@ -253,11 +253,11 @@ def slow(self, *arguments):
     return honest(self, *arguments)
 example.Observer.run_episode = slow
 """
-    command = [*faulty("batch_rl.main", tmp_path, patch), "--observers", "3", "--timeout", "5"]
+    command = [*faulty("batch_rl.main", tmp_path, patch), "--observers", "3", "--timeout", "8"]
     with running(command, tmp_path) as process:
         _, err = end(process, within_s=50)
         assert process.returncode == 1
-        assert "TimeoutError: no states from observer2 for 5 s" in err.splitlines()
+        assert "TimeoutError: no states from observer2 for 8 s" in err.splitlines()
         assert err.splitlines()[-1] == "error: rank 0 (agent) raised TimeoutError; stopped 3 other processes"
         nothing_left(process, tmp_path)
 
