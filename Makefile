@@ -35,7 +35,7 @@ bench: .venv/ready
 	$(BIN)/python batch_rl/main.py --mode train --observers 2 --envs_per_observer 8 --output_dir docs/results/batch_rl_train
 	for n in 5 10; do $(BIN)/python benchmarks/batch_rl.py --observers $$n --num_episode 8; done
 	$(BIN)/python model_parallel_resnet/main.py --num_splits 1 2 4 8 --timeline --output_dir docs/results/model_parallel_resnet
-	$(BIN)/python benchmarks/model_parallel_resnet.py --output_dir docs/results/benchmark_model_parallel_resnet
+	$(BIN)/python benchmarks/model_parallel_resnet.py --num_splits 2 4 8 --output_dir docs/results/benchmark_model_parallel_resnet
 	for sync in per_parameter flat ddp; do $(BIN)/python p2p_collectives/train.py --sync $$sync; done
 
 .venv/ready: requirements.txt pyproject.toml

@@ -39,17 +39,17 @@ from torch.distributions import Categorical
 from torch.futures import Future
 from torch.nn import functional as F
 
+from batch_rl.reinforce import discounted_returns, policy_loss
+from batch_rl.results import BATCHED, ENV_NAME, SINGLE, plot, table_of
 from batch_rl.single_process import replay
 from common import report
 from common.cli import Parser, bounded, refuse
 from common.launch import launch
 from common.session import device_for, rpc_session
 
-ENV_NAME = "CartPole-v1"
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
 RPC_THREADS = 2  # more only queue for the interpreter lock
-BATCHED, SINGLE = "batched", "single"
 
 
 def role_name(rank, world_size):
@@ -73,30 +73,6 @@ class Policy(nn.Module):
         x = F.relu(x)
         action_scores = self.affine2(x)
         return F.softmax(action_scores, dim=-1)
-
-
-def discounted_returns(rewards, gamma, after):
-    """The return of each step of one stretch: R_t = r_t + gamma * R_(t+1), with `after` behind the last one."""
-    returns, R = [], after
-    for r in reversed(rewards):
-        R = r + gamma * R
-        returns.append(R)
-    return returns[::-1]
-
-
-def policy_loss(log_probs, returns):
-    """REINFORCE: minus log-probability times normalised return, summed over all steps, per observer.
-
-    Args:
-        log_probs, returns: of the same steps, shape (observers, K, steps).
-
-    Raises:
-        ValueError: if the shapes differ. Multiplication would broadcast them, and mix up the observers.
-    """
-    if log_probs.shape != returns.shape:
-        raise ValueError(f"log-probabilities of shape {tuple(log_probs.shape)}, returns of {tuple(returns.shape)}")
-    returns = (returns - returns.mean()) / (returns.std(correction=0) + torch.finfo(torch.float32).eps)
-    return -(log_probs * returns.to(log_probs)).sum() / len(returns)
 
 
 def wait_all(futs):
@@ -325,46 +301,6 @@ def check(args):
             name = f"{mode}: {what}"
             ours[name], alone[name], tolerances[name] = of_mode[what], replayed[what], tolerance
     return report.compare(ours, alone, tolerances)
-
-
-def table_of(args, runs):
-    """Rows and speed-ups out of the seconds per episode of each number of observers; prints the tutorial's table."""
-    rows, speedup = [], {}
-    print(f"{args.num_episode} episodes of {args.num_steps} steps, {args.envs_per_observer} environments per observer; "
-          "start-up and a warm-up episode excluded")
-    print("observers    batched     single      batched       single   speed-up")
-    for observers, seconds in runs.items():
-        env_steps = observers * args.envs_per_observer * args.num_steps
-        speeds = {mode: env_steps / statistics.median(of_mode) for mode, of_mode in seconds.items()}
-        rows += [{"observers": observers, "envs_per_observer": args.envs_per_observer, "mode": mode,
-                  "env_steps_per_s": speed} for mode, speed in speeds.items()]
-        speedup[observers] = speeds[BATCHED] / speeds[SINGLE]
-        print(f"{observers:9} {sum(seconds[BATCHED]):8.2f} s {sum(seconds[SINGLE]):8.2f} s {speeds[BATCHED]:8.0f} /s "
-              f"{speeds[SINGLE]:9.0f} /s {speedup[observers]:10.2f}")
-    return {"rows": rows, "speedup": speedup}
-
-
-def plot(metrics, args):
-    """Draw `batch_vs_single.png` or `learning_curve.png`."""
-    if args.mode == "compare":
-        title = f"{ENV_NAME}: one forward for all observers, or one for each"
-        path = args.output_dir / "batch_vs_single.png"
-        with report.picture(path, title, "observers", "environment steps per second") as axes:
-            for mode, label in ((SINGLE, "one by one"), (BATCHED, "in batches")):
-                points = [(row["observers"], row["env_steps_per_s"]) for row in metrics["rows"] if row["mode"] == mode]
-                axes.plot(*zip(*points, strict=True), "o-", label=label)
-            axes.set_xticks(args.observers)
-            axes.set_ylim(bottom=0)
-    else:
-        environments = args.observers[0] * args.envs_per_observer
-        title = f"{ENV_NAME} in batches: {environments} environments behind {args.observers[0]} observers"
-        path = args.output_dir / "learning_curve.png"
-        with report.picture(path, title, "episode", "length of the first stretch (steps)") as axes:
-            episodes = range(1, metrics["episodes"] + 1)
-            axes.plot(episodes, metrics["rewards"], ".", color="0.6", label="mean of all environments")
-            axes.plot(episodes, metrics["running_rewards"], linewidth=2, label="running reward")
-            solved = f"solved above {args.reward_threshold:g}"
-            axes.axhline(args.reward_threshold, color="C3", linestyle="--", label=solved)
 
 
 def build_parser():
