@@ -33,6 +33,10 @@ import time
 
 import gymnasium as gym
 import torch
+from common import report
+from common.cli import Parser, bounded, refuse
+from common.launch import launch
+from common.session import device_for, rpc_options, wait_all
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributions import Categorical
@@ -42,10 +46,6 @@ from torch.nn import functional as F
 from batch_rl.reinforce import discounted_returns, policy_loss
 from batch_rl.results import BATCHED, ENV_NAME, SINGLE, plot, table_of
 from batch_rl.single_process import replay
-from common import report
-from common.cli import Parser, bounded, refuse
-from common.launch import launch
-from common.session import device_for, rpc_session
 
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
@@ -73,28 +73,6 @@ class Policy(nn.Module):
         x = F.relu(x)
         action_scores = self.affine2(x)
         return F.softmax(action_scores, dim=-1)
-
-
-def wait_all(futs):
-    """What all futures bring; raises as soon as one fails. `torch.futures.wait_all` would first wait for the others."""
-    over, lock, left = Future(), threading.Lock(), len(futs)
-
-    def one_is_done(fut):
-        nonlocal left
-        with lock:
-            left -= 1
-            try:
-                fut.value()
-                if left == 0 and not over.done():
-                    over.set_result(None)
-            except Exception as error:  # of whatever kind it was there
-                if not over.done():
-                    over.set_exception(error)
-
-    for fut in futs:
-        fut.add_done_callback(one_is_done)
-    over.wait()
-    return [fut.value() for fut in futs]
 
 
 class Observer:
@@ -153,7 +131,7 @@ class Agent:
         torch.manual_seed(args.seed)
         self.policy = Policy().to(self.device)
         self.optimizer = optim.Adam(self.policy.parameters(), lr=args.lr)
-        self.n_steps, self.timeout = args.num_steps, args.timeout
+        self.n_steps = args.num_steps
         self.seeds = torch.Generator().manual_seed(args.seed)  # of the environments
         self.ob_rrefs = [rpc.remote(OBSERVER_NAME.format(ob_rank), Observer, args=(args,))
                          for ob_rank in range(1, world_size)]
@@ -204,13 +182,7 @@ class Agent:
             seed = torch.randint(2**30, (), generator=self.seeds).item()  # other environments for every observer
             # An episode takes as long as it takes: no timeout. Every request in it has one.
             futs.append(ob_rref.rpc_async(timeout=0).run_episode(batch, self.n_steps, seed))
-        try:
-            rets = wait_all(futs)
-        except RuntimeError as error:
-            if "set timeout" not in str(error) or not batch:
-                raise
-            late = [OBSERVER_NAME.format(ob_id + 1) for ob_id in range(len(futs)) if ob_id not in self.states]
-            raise TimeoutError(f"no states from {', '.join(late)} for {self.timeout:g} s") from None
+        rets = wait_all(futs)
         self.returns = torch.stack([returns for returns, _ in rets])
         return statistics.mean(length for _, length in rets)
 
@@ -229,11 +201,14 @@ class Agent:
 
 def run_worker(rank, world_size, args):
     """Rank 0 runs the experiment and returns its numbers; the others wait passively for its commands."""
-    with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout, RPC_THREADS):
-        if rank != 0:
-            return None
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, RPC_THREADS))
+    metrics = None
+    if rank == 0:
         agent = Agent(world_size, args)
-        return train(agent, args) if args.mode == "train" else compare(agent, args)
+        metrics = train(agent, args) if args.mode == "train" else compare(agent, args)
+    rpc.shutdown()  # waits for everyone: until then, the observers answer the agent's calls
+    return metrics
 
 
 def compare(agent, args):
@@ -270,9 +245,10 @@ def train(agent, args):
 
 def record(rank, world_size, args):
     """For `check`: an episode of each mode, as the agent and as the observers saw it, without dropout."""
-    with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout, RPC_THREADS):
-        if rank != 0:
-            return None
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, RPC_THREADS))
+    recorded = None
+    if rank == 0:
         agent, recorded = Agent(world_size, args), {}
         agent.policy.eval()
         for mode in (BATCHED, SINGLE):
@@ -282,7 +258,8 @@ def record(rank, world_size, args):
             states, actions = zip(*(ob_rref.rpc_sync().rollout() for ob_rref in agent.ob_rrefs), strict=True)
             recorded[mode] = {"states": states, "actions": actions, "log_probs": log_probs.tolist(),
                               "gradient": torch.cat([g.flatten() for g in gradient]).tolist()}
-        return recorded
+    rpc.shutdown()
+    return recorded
 
 
 def check(args):

@@ -19,10 +19,12 @@ from torch.distributions import Categorical
 # As a script, this file's folder comes first on the path: there, `batch_rl` is this very file.
 sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
 
-from batch_rl import main as batch_rl  # noqa: E402
 from common import report  # noqa: E402
 from common.launch import launch  # noqa: E402
-from common.session import rpc_session  # noqa: E402
+from common.session import rpc_options  # noqa: E402
+from torch.distributed import rpc  # noqa: E402
+
+from batch_rl import main as batch_rl  # noqa: E402
 
 
 class WithoutGraph(batch_rl.Agent):
@@ -51,23 +53,28 @@ class WithoutGraph(batch_rl.Agent):
 
 def run_worker(rank, world_size, args):
     """Time all four on episodes of their own; rank 0 returns the environment steps/s of each episode."""
-    name = batch_rl.role_name(rank, world_size)
-    with rpc_session(name, rank, world_size, args.timeout, batch_rl.RPC_THREADS):
-        if rank != 0:
-            return None
-        agents = {"with a graph": batch_rl.Agent(world_size, args), "without a graph": WithoutGraph(world_size, args)}
-        speeds = {f"{graph}, {mode}": [] for graph in agents for mode in (batch_rl.BATCHED, batch_rl.SINGLE)}
-        for episode in range(1 + args.num_episode):
-            for graph, agent in agents.items():
-                batch_rl._agent = agent  # the requests shall find this one
-                for mode in (batch_rl.BATCHED, batch_rl.SINGLE):
-                    started = time.perf_counter()
-                    agent.run_episode(mode == batch_rl.BATCHED)
-                    agent.finish_episode()
-                    seconds = time.perf_counter() - started
-                    if episode > 0:  # the first one is the warm-up
-                        speeds[f"{graph}, {mode}"].append(agent.returns.numel() / seconds)
-        return {"env_steps_per_s": speeds}
+    rpc.init_rpc(batch_rl.role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, batch_rl.RPC_THREADS))
+    metrics = measure(rank, world_size, args) if rank == 0 else None
+    rpc.shutdown()
+    return metrics
+
+
+def measure(rank, world_size, args):
+    """What `run_worker` returns."""
+    agents = {"with a graph": batch_rl.Agent(world_size, args), "without a graph": WithoutGraph(world_size, args)}
+    speeds = {f"{graph}, {mode}": [] for graph in agents for mode in (batch_rl.BATCHED, batch_rl.SINGLE)}
+    for episode in range(1 + args.num_episode):
+        for graph, agent in agents.items():
+            batch_rl._agent = agent  # the requests shall find this one
+            for mode in (batch_rl.BATCHED, batch_rl.SINGLE):
+                started = time.perf_counter()
+                agent.run_episode(mode == batch_rl.BATCHED)
+                agent.finish_episode()
+                seconds = time.perf_counter() - started
+                if episode > 0:  # the first one is the warm-up
+                    speeds[f"{graph}, {mode}"].append(agent.returns.numel() / seconds)
+    return {"env_steps_per_s": speeds}
 
 
 def build_parser():

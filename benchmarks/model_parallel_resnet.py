@@ -15,12 +15,12 @@ from pathlib import Path
 sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
 
 import torch  # noqa: E402
-
 from common import report  # noqa: E402
 from common.cli import bounded  # noqa: E402
+from common.worker_env import keep_memory  # noqa: E402
+
 from model_parallel_resnet import main as rpc_pipeline  # noqa: E402
 from model_parallel_resnet.single_process import train_alone  # noqa: E402
-from model_parallel_resnet.stages import keep_memory  # noqa: E402
 
 FOLDER = Path(rpc_pipeline.__file__).parent
 WAYS = {"RPC pipeline": [FOLDER / "main.py"], "gpipe": [FOLDER / "schedules.py", "--schedule", "gpipe"],

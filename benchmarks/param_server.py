@@ -11,14 +11,15 @@ from pathlib import Path
 # As a script, this file's folder comes first on the path: there, `param_server` is this very file.
 sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
 
-from torch.distributed.optim import DistributedOptimizer  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
 from common import report  # noqa: E402
 from common.cli import bounded  # noqa: E402
 from common.data import load_data  # noqa: E402
 from common.launch import launch  # noqa: E402
-from common.session import rpc_session  # noqa: E402
+from common.session import rpc_options  # noqa: E402
+from torch.distributed import rpc  # noqa: E402
+from torch.distributed.optim import DistributedOptimizer  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
 from param_server import main as param_server  # noqa: E402
 
 WARM_UP = 10  # steps that are not counted
@@ -27,27 +28,33 @@ WARM_UP = 10  # steps that are not counted
 def run_worker(rank, world_size, args):
     """The trainer steps the server's network and one of its own, in turns; milliseconds of each step."""
     if rank == 0:
-        param_server.keep_memory()
-    with rpc_session(param_server.role_name(rank, world_size), rank, world_size, args.timeout):
-        if rank == 0:
-            return None
-        train_set, _ = load_data(args)
-        net, local = param_server.TrainerNet(args), param_server.Net()
-        opt = DistributedOptimizer(param_server.SGD, net.get_global_param_rrefs(), lr=args.lr)
-        local_opt = param_server.SGD(local.parameters(), lr=args.lr)
-        net.train()
-        milliseconds = {"server": [], "local": []}
-        for epoch in range(args.rounds):
-            for data, target in param_server.get_next_batch(train_set, 1, epoch, args):
-                started = time.perf_counter()
-                param_server.train_step(net, opt, data, target, args)
-                half_way = time.perf_counter()
-                local_opt.zero_grad()
-                F.nll_loss(local(data), target).backward()
-                local_opt.step()
-                milliseconds["server"].append(1000 * (half_way - started))
-                milliseconds["local"].append(1000 * (time.perf_counter() - half_way))
-        return {"ms_per_step": {name: statistics.median(values[WARM_UP:]) for name, values in milliseconds.items()}}
+        param_server.keep_memory(blocks_up_to=2**25)
+    rpc.init_rpc(param_server.role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args))
+    metrics = measure(rank, world_size, args) if rank != 0 else None
+    rpc.shutdown()
+    return metrics
+
+
+def measure(rank, world_size, args):
+    """What `run_worker` returns."""
+    train_set, _ = load_data(args)
+    net, local = param_server.TrainerNet(args), param_server.Net()
+    opt = DistributedOptimizer(param_server.SGD, net.get_global_param_rrefs(), lr=args.lr)
+    local_opt = param_server.SGD(local.parameters(), lr=args.lr)
+    net.train()
+    milliseconds = {"server": [], "local": []}
+    for epoch in range(args.rounds):
+        for data, target in param_server.get_next_batch(train_set, 1, epoch, args):
+            started = time.perf_counter()
+            param_server.train_step(net, opt, data, target, args)
+            half_way = time.perf_counter()
+            local_opt.zero_grad()
+            F.nll_loss(local(data), target).backward()
+            local_opt.step()
+            milliseconds["server"].append(1000 * (half_way - started))
+            milliseconds["local"].append(1000 * (time.perf_counter() - half_way))
+    return {"ms_per_step": {name: statistics.median(values[WARM_UP:]) for name, values in milliseconds.items()}}
 
 
 def build_parser():

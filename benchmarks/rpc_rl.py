@@ -21,7 +21,9 @@ sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(_
 from common import report  # noqa: E402
 from common.cli import bounded  # noqa: E402
 from common.launch import launch  # noqa: E402
-from common.session import rpc_session  # noqa: E402
+from common.session import rpc_options  # noqa: E402
+from torch.distributed import rpc  # noqa: E402
+
 from rpc_rl import main as rpc_rl  # noqa: E402
 
 TWO, ONE, CEILING = "2 RPCs a step", "1 RPC a step", "ceiling"
@@ -52,25 +54,31 @@ class Replay(rpc_rl.Agent):
 
 def run_worker(rank, world_size, args):
     """Time the three agents on the same episodes; rank 0 returns steps/s of each round."""
-    with rpc_session(rpc_rl.role_name(rank, world_size), rank, world_size, args.timeout, rpc_rl.RPC_THREADS):
-        if rank != 0:
-            return None
-        one, two = (copy.copy(args) for _ in range(2))
-        one.rpcs_per_step, two.rpcs_per_step = 1, 2
-        agents = {TWO: rpc_rl.Agent(world_size, two), ONE: rpc_rl.Agent(world_size, one)}
-        agents[CEILING] = Replay(world_size, one, agents[ONE])
-        speeds = {name: [] for name in agents}
-        for _ in range(args.rounds):
-            for name, agent in agents.items():
-                started = time.perf_counter()
-                agent.run_episode()
-                agent.finish_episode()
-                seconds = time.perf_counter() - started
-                # One seed, one training: all three have made the steps that agent ONE has counted.
-                steps = sum(map(len, agents[ONE if name == CEILING else name].rewards.values()))
-                if steps >= args.min_steps:  # the short episodes of the beginning measure the start of an episode
-                    speeds[name].append(steps / seconds)
-        return {"steps_per_s": speeds}
+    rpc.init_rpc(rpc_rl.role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, rpc_rl.RPC_THREADS))
+    metrics = measure(rank, world_size, args) if rank == 0 else None
+    rpc.shutdown()
+    return metrics
+
+
+def measure(rank, world_size, args):
+    """What `run_worker` returns."""
+    one, two = (copy.copy(args) for _ in range(2))
+    one.rpcs_per_step, two.rpcs_per_step = 1, 2
+    agents = {TWO: rpc_rl.Agent(world_size, two), ONE: rpc_rl.Agent(world_size, one)}
+    agents[CEILING] = Replay(world_size, one, agents[ONE])
+    speeds = {name: [] for name in agents}
+    for _ in range(args.rounds):
+        for name, agent in agents.items():
+            started = time.perf_counter()
+            agent.run_episode()
+            agent.finish_episode()
+            seconds = time.perf_counter() - started
+            # One seed, one training: all three have made the steps that agent ONE has counted.
+            steps = sum(map(len, agents[ONE if name == CEILING else name].rewards.values()))
+            if steps >= args.min_steps:  # the short episodes of the beginning measure the start of an episode
+                speeds[name].append(steps / seconds)
+    return {"steps_per_s": speeds}
 
 
 def build_parser():

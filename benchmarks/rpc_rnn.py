@@ -21,14 +21,14 @@ from pathlib import Path
 sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
 
 import torch.distributed.autograd as dist_autograd  # noqa: E402
+from common import report  # noqa: E402
+from common.cli import bounded  # noqa: E402
+from common.launch import launch  # noqa: E402
+from common.session import rpc_options  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed import rpc  # noqa: E402
 from torch.distributed.optim import DistributedOptimizer  # noqa: E402
 
-from common import report  # noqa: E402
-from common.cli import bounded  # noqa: E402
-from common.launch import launch  # noqa: E402
-from common.session import rpc_session  # noqa: E402
 from rpc_rnn import main as rpc_rnn  # noqa: E402
 from rpc_rnn.language import columns, get_next_batch, load_language  # noqa: E402
 from rpc_rnn.model import Decoder, EmbeddingTable, RNNModel  # noqa: E402
@@ -91,35 +91,41 @@ def local_step(model, optimizer, criterion, data, target, hidden):
 
 def run_worker(rank, world_size, args):
     """The trainer measures; the server answers."""
-    with rpc_session(rpc_rnn.role_name(rank, world_size), rank, world_size, args.timeout, rpc_rnn.RPC_THREADS):
-        if rank == 0:
-            return None
-        language = load_language(args)
-        sizes = (language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout, args.seed)
-        lesson, tutorial = (model_class("ps", *sizes, args.device) for model_class in (RNNModel, TutorialModel))
-        local, criterion = LocalRNNModel(*sizes), nn.CrossEntropyLoss()
-        opt = rpc_rnn.make_optimizer(lesson, rank, args)
-        torchs = rpc_rnn.OPTIMIZERS[args.optimizer]
-        tutorials_opt = DistributedOptimizer(torchs, tutorial.parameter_rrefs(), lr=args.lr)
-        # A step as one call of (data, target, hidden), for each way to make one.
-        ways = {LESSON: (rpc_rnn.train_step, lesson, opt),
-                TUTORIAL: (rpc_rnn.train_step, tutorial, tutorials_opt),
-                LOCAL: (local_step, local, torchs(local.parameters(), lr=args.lr)),
-                "parts": (timed_step, lesson, opt)}
-        batches = list(get_next_batch(columns(language.train, args.batch_size, 0, 1), args.bptt))[: args.steps]
-        hidden, times, parts = lesson.init_hidden(args.batch_size), {name: [] for name in ways}, []
-        for turn in range(args.rounds + 1):
-            for name in random.Random(turn).sample(list(ways), len(ways)):  # whoever comes first has it no easier
-                step, model, optimizer = ways[name]
-                started = time.perf_counter()
-                results = [step(model, optimizer, criterion, *batch, hidden) for batch in batches]
-                times[name].append(1000 * (time.perf_counter() - started) / len(batches))
-                if name == "parts":
-                    parts += results
-        warm_up = len(batches)
-        medians = dict(zip(PARTS, map(statistics.median, zip(*parts[warm_up:], strict=True)), strict=True))
-        return {"ms_per_step": {name: statistics.median(times[name][1:]) for name in (LESSON, TUTORIAL, LOCAL)},
-                "parts_ms": medians}
+    rpc.init_rpc(rpc_rnn.role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, rpc_rnn.RPC_THREADS))
+    metrics = measure(rank, world_size, args) if rank != 0 else None
+    rpc.shutdown()
+    return metrics
+
+
+def measure(rank, world_size, args):
+    """What `run_worker` returns."""
+    language = load_language(args)
+    sizes = (language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout, args.seed)
+    lesson, tutorial = (model_class("ps", *sizes, args.device) for model_class in (RNNModel, TutorialModel))
+    local, criterion = LocalRNNModel(*sizes), nn.CrossEntropyLoss()
+    opt = rpc_rnn.make_optimizer(lesson, rank, args)
+    torchs = rpc_rnn.OPTIMIZERS[args.optimizer]
+    tutorials_opt = DistributedOptimizer(torchs, tutorial.parameter_rrefs(), lr=args.lr)
+    # A step as one call of (data, target, hidden), for each way to make one.
+    ways = {LESSON: (rpc_rnn.train_step, lesson, opt),
+            TUTORIAL: (rpc_rnn.train_step, tutorial, tutorials_opt),
+            LOCAL: (local_step, local, torchs(local.parameters(), lr=args.lr)),
+            "parts": (timed_step, lesson, opt)}
+    batches = list(get_next_batch(columns(language.train, args.batch_size, 0, 1), args.bptt))[: args.steps]
+    hidden, times, parts = lesson.init_hidden(args.batch_size), {name: [] for name in ways}, []
+    for turn in range(args.rounds + 1):
+        for name in random.Random(turn).sample(list(ways), len(ways)):  # whoever comes first has it no easier
+            step, model, optimizer = ways[name]
+            started = time.perf_counter()
+            results = [step(model, optimizer, criterion, *batch, hidden) for batch in batches]
+            times[name].append(1000 * (time.perf_counter() - started) / len(batches))
+            if name == "parts":
+                parts += results
+    warm_up = len(batches)
+    medians = dict(zip(PARTS, map(statistics.median, zip(*parts[warm_up:], strict=True)), strict=True))
+    return {"ms_per_step": {name: statistics.median(times[name][1:]) for name in (LESSON, TUTORIAL, LOCAL)},
+            "parts_ms": medians}
 
 
 def build_parser():

@@ -1,7 +1,6 @@
 """Checkpoints: written whole or not at all, read with `weights_only=True`, and only those of the same example."""
 
 import torch
-
 from common.cli import refuse, starts_rank
 from common.report import replacing
 

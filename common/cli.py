@@ -1,14 +1,23 @@
 """The flags that all examples share, and their validation: bad input ends in one line before any process starts."""
 
 import argparse
+import contextlib
 import math
 import os
+import resource
+import stat
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common.worker_env import address_of
+
+LARGEST_SEED = 2**31 - 1  # of which a few thousand seeds of generators are made, which must stay below 2**63
+MOST_PROCESSES = 2**16  # on all machines together
+LONGEST_S = 10_000_000.0  # a third of a year: what the timers of all libraries can hold
+FILES_PER_RANK = 4  # that a launcher has open for each rank, at most
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,24 +28,31 @@ class Parser(argparse.ArgumentParser):
         description: the script's docstring.
         world_size: default number of processes; None if the example finds it out from other flags.
         min_world_size: the fewest processes the example makes sense with.
+        distributed: False for an example of one process: no ranks, no timeout, not under torchrun.
     """
 
-    def __init__(self, example, description, world_size, min_world_size=1):
+    def __init__(self, example, description, world_size=1, min_world_size=1, distributed=True):
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
-        self.set_defaults(example=example, checkpoint_rank=0, by_hand_master_addr=None)
+        self.distributed = distributed
+        self.set_defaults(example=example, checkpoint_rank=0, default_master_addr=None, world_size=1, rank=None)
         add = self.add_argument
-        processes = bounded(int, at_least=min_world_size)
-        add("--world_size", type=processes, default=world_size, metavar="N",
-            help="number of processes" + ("" if world_size else " (default: as many as are needed)"))
-        add("--rank", type=bounded(int, at_least=0), metavar="R",
-            help="start only this rank, by hand; needs --master_addr (default: start all ranks here)")
-        add("--master_addr", metavar="HOST", help="with --rank: the machine of rank 0 (default: none)")
-        add("--master_port", type=bounded(int, at_least=1, at_most=65535), default=29500, metavar="PORT",
-            help="with --rank: a free port there")
+        if distributed:
+            processes = bounded(int, at_least=min_world_size, at_most=MOST_PROCESSES)
+            add("--world_size", type=processes, default=world_size, metavar="N",
+                help="number of processes" + ("" if world_size else " (default: as many as are needed)"))
+            add("--rank", type=bounded(int, at_least=0), metavar="R",
+                help="manual launch: start only this rank; needs --master_addr (default: start all ranks here)")
+            add("--master_addr", type=host, metavar="HOST", help="with --rank: the machine of rank 0 (default: none)")
+            add("--master_port", type=bounded(int, at_least=1, at_most=65535), default=29500, metavar="PORT",
+                help="with --rank: a free port there")
+            # forkserver would do on macOS too, but there torch's libraries may not survive the fork.
+            add("--start_method", choices=["forkserver", "spawn"],
+                default="forkserver" if sys.platform == "linux" else "spawn",
+                help="how the processes are started; spawn is what mp.spawn does")
+            add("--timeout", type=bounded(float, above=0, at_most=LONGEST_S), default=60.0, metavar="S",
+                help="seconds that any wait for another process may take")
         add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where the models compute")
-        add("--seed", type=bounded(int, at_least=0), default=0, help="of all random numbers")
-        add("--timeout", type=bounded(float, above=0), default=60.0, metavar="S",
-            help="seconds that any wait for another process may take")
+        add("--seed", type=bounded(int, at_least=0, at_most=LARGEST_SEED), default=0, help="of all random numbers")
         add("--output_dir", type=Path, default=Path("outputs", example), metavar="DIR",
             help="for metrics.json and the pictures")
         add("--check", action="store_true", help="prove the example against a single process instead of running it")
@@ -50,26 +66,30 @@ class Parser(argparse.ArgumentParser):
         """Parse and validate; SystemExit(2) after one line that names flag, value and what is accepted."""
         args = super().parse_args(args, namespace)
         if dist.is_torchelastic_launched():
+            if not self.distributed and os.environ["WORLD_SIZE"] != "1":
+                refuse("this example is one process, which drives all devices: start it with python, not torchrun")
             if args.rank is not None:
-                refuse("--rank", args.rank, "no rank: torchrun gives the ranks")
-            args.world_size = self._checked("--world_size", os.environ["WORLD_SIZE"])
+                refuse(f"--rank {args.rank} cannot be given under torchrun, which gives the ranks")
+            if self.distributed:
+                args.world_size = self._checked("--world_size", os.environ["WORLD_SIZE"])
         elif args.rank is not None:
             if args.world_size is None:
-                refuse("--rank", args.rank, "it together with --world_size N")
+                refuse(f"--rank {args.rank} requires --world_size N")
             if args.rank >= args.world_size:
-                refuse("--rank", args.rank, f"a rank below --world_size {args.world_size}")
-            args.master_addr = args.master_addr or args.by_hand_master_addr
+                refuse(f"--rank {args.rank} must be below --world_size {args.world_size}")
+            args.master_addr = args.master_addr or args.default_master_addr
             if args.master_addr is None:
-                refuse("--rank", args.rank, "it together with --master_addr HOST, the machine of rank 0")
-        elif args.master_addr is not None:
-            refuse("--master_addr", args.master_addr, "it together with --rank, when ranks are started by hand")
+                refuse(f"--rank {args.rank} requires --master_addr HOST, the machine of rank 0")
+        elif self.distributed:
+            require_processes("--world_size", args.world_size or 1)
+        if self.distributed and args.rank is None and args.master_addr is not None:
+            refuse(f"--master_addr {args.master_addr} requires --rank R: it is for a manual launch, rank by rank")
         if args.device == "cuda" and not torch.cuda.is_available():
-            refuse("--device", "cuda", "auto or cpu: torch sees no GPU here")
+            refuse("--device cuda needs a GPU, and torch sees none here; give auto or cpu")
         if getattr(args, "resume", False) and args.checkpoint is None:
-            refuse("--resume", "given", "it together with --checkpoint FILE, the file to continue from")
-        writer = args.checkpoint_rank
-        if getattr(args, "checkpoint", None) is not None and not args.resume and starts_rank(args, writer):
-            require_writable_folder("--checkpoint", args.checkpoint.parent, args.checkpoint, writer)
+            refuse("--resume requires --checkpoint FILE, the file to continue from")
+        if getattr(args, "checkpoint", None) is not None and starts_rank(args, args.checkpoint_rank):
+            require_writable_file("--checkpoint", args.checkpoint, args.checkpoint_rank)
         require_writable_folder("--output_dir", args.output_dir)
         return args
 
@@ -81,8 +101,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         """One line instead of argparse's usage and line."""
-        _say(f"error: {message}")
-        raise SystemExit(2)
+        refuse(message)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -99,7 +118,7 @@ def bounded(kind, at_least=None, above=None, at_most=None):
         kind: `int` or `float`.
         at_least, above, at_most: the bounds, each optional.
     """
-    words = [f"{word} {limit}" for word, limit in
+    words = [f"{word} {limit:g}" if isinstance(limit, float) else f"{word} {limit}" for word, limit in
              (("at least", at_least), ("above", above), ("at most", at_most)) if limit is not None]
     accepted = f"{'a whole' if kind is int else 'a'} number {' and '.join(words)}".rstrip()
 
@@ -111,24 +130,50 @@ def bounded(kind, at_least=None, above=None, at_most=None):
             valid = False
         if (not valid or (at_least is not None and value < at_least) or (above is not None and value <= above)
                 or (at_most is not None and value > at_most)):
-            raise argparse.ArgumentTypeError(f"{text!r} is not accepted; give {accepted}")
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not accepted; give {accepted}")
         return value
 
     return convert
 
 
-def refuse(flag, value, accepted, rank=0):
-    """End with status 2 and one line that names the flag, its value and what would be accepted.
+def host(text):
+    """An argparse type: a host's name or IPv4 address, which can be resolved."""
+    try:
+        if ":" in text:
+            raise OSError("neither IPv6 nor a port")
+        address_of(text)
+    except (OSError, UnicodeError) as error:
+        reason = "give the port with --master_port, and no IPv6" if ":" in text else (
+            getattr(error, "strerror", None) or "no such host").lower()
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)!r} is not accepted; give a host's name or IPv4 address ({reason})") from None
+    return text
+
+
+def require_processes(flag, number):
+    """Refuse `flag` if this machine cannot hold so many processes: each has open files, and takes 100 MB or more."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_PER_RANK
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 100_000_000
+    most = max(2, min(files, memory))
+    if number > most:
+        refuse(f"{flag} {number} is too much for this machine: it can hold at most {most} processes "
+               f"({'open files: ulimit -n' if files < memory else 'memory'})")
+
+
+def refuse(sentence, rank=0):
+    """End with status 2 and one line, a whole sentence: "error: --rank 1 requires --master_addr HOST".
 
     Under torchrun every rank gets here, or only the one that needs what is wrong: `rank` says the line, for all.
     """
-    _say(f"error: argument {flag}: {str(value)!r} is not accepted; give {accepted}", rank)
+    if not dist.is_torchelastic_launched() or os.environ["RANK"] == str(rank):
+        print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
-def _say(line, rank=0):
-    if not dist.is_torchelastic_launched() or os.environ["RANK"] == str(rank):
-        print(line, file=sys.stderr, flush=True)
+def shortened(text, length=80):
+    """A value as the user gave it, but not longer than a line can show."""
+    text = str(text)
+    return text if len(text) <= length else f"{text[: length // 2]}...{text[-length // 4 :]}"
 
 
 def starts_rank(args, rank):
@@ -138,12 +183,36 @@ def starts_rank(args, rank):
     return args.rank is None or args.rank == rank
 
 
+def require_memory(flags, n_bytes, rank=0):
+    """Refuse `flags`, a text, if what they ask for does not fit into the memory of this machine."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if n_bytes > memory:
+        refuse(f"{shortened(flags)} would need {n_bytes / 1e9:.3g} GB of memory, and this machine has "
+               f"{memory / 1e9:.3g} GB; give smaller numbers", rank)
+
+
 def require_writable_folder(flag, folder, shown=None, rank=0):
     """Create `folder` if need be; refuse `flag` if files cannot be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        reason = (error.strerror or "not writable").lower()
-        refuse(flag, shown or folder, f"a place where files can be written ({folder}: {reason})", rank)
+    except (OSError, ValueError) as error:
+        reason = (getattr(error, "strerror", None) or "not a file name").lower()
+        refuse(f"{flag} {shortened(shown or folder)} must be a place where files can be written "
+               f"({shortened(folder)}: {reason})", rank)
+
+
+def require_writable_file(flag, path, rank=0):
+    """Refuse `flag` if `path` cannot be written: a folder that cannot, a name too long, something else than a file."""
+    require_writable_folder(flag, path.parent, path, rank)
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # writing to a pipe, or reading from one, could wait for ever
+            refuse(f"{flag} {shortened(path)} must be a file, not a folder, a pipe or a device", rank)
+    except FileNotFoundError:
+        with contextlib.suppress(AttributeError):
+            if len(os.fsencode(path.name)) + 30 > os.pathconf(path.parent, "PC_NAME_MAX"):
+                refuse(f"{flag} {shortened(path)} has too long a name for a file", rank)
+    except (OSError, ValueError) as error:
+        reason = (getattr(error, "strerror", None) or "not a file name").lower()
+        refuse(f"{flag} {shortened(path)} must be a file that can be written ({reason})", rank)

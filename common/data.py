@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
-from torch.utils.data import TensorDataset
-
 from common.cli import refuse
 from common.vision import import_torchvision
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 DATASETS = ("digits", "mnist")
 SPLIT_SEED = 0  # the split is part of the task: it does not follow --seed

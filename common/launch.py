@@ -2,32 +2,46 @@
 
 Three ways in, and a worker never knows which one was taken:
 
-    local      python X/main.py --world_size 3                  one process per rank, started here with mp.spawn
+    local      python X/main.py --world_size 3                  one process per rank, started here
     torchrun   torchrun --nproc_per_node 3 X/main.py            torchrun started us: this process *is* one rank
-    by hand    python X/main.py --world_size 3 --rank 1 ...     the one rank of this terminal or machine
+    manual     python X/main.py --world_size 3 --rank 1 ...     the one rank of this terminal or machine
 
 Whichever it is, `run_worker(rank, world_size, args)` finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and
-INIT_METHOD in its environment, and has its fair share of the CPU threads.
+INIT_METHOD in its environment, and has its fair share of the CPU threads. `common/watch.py` watches over the ranks.
 """
 
 import json
+import multiprocessing
 import os
 import re
+import secrets
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from multiprocessing import connection
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing import connection, forkserver, reduction, resource_tracker
 from pathlib import Path
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-from common import place
+from common import watch, worker_env
+from common.cli import refuse
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_GRACE_S = 3.0  # a process that SIGTERM has not ended by then gets SIGKILL
+# What every worker imports, the last one when it makes its first optimizer. The fork server does so once for all.
+PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo"]
+# How torch says that another process is gone or does not answer.
+NOTICED = re.compile(r"[Cc]onnection (closed|reset|refused)|[Tt]imed ?out|timeout|tensorpipe|gloo|NCCL|RPCErr|"
+                     r"Broken pipe|\beof\b|failed to connect|rendezvous|Socket|store")
+_launches = 0
 
 
 def launch(run_worker, args, role_name):
@@ -44,81 +58,188 @@ def launch(run_worker, args, role_name):
 
     Raises:
         SystemExit: 1 if a worker failed (its traceback and one line have been printed, the others are stopped and
-            gone), 130 after Ctrl-C or SIGTERM.
+            gone), 2 if the processes cannot be started as the flags say, 130 after Ctrl-C or SIGTERM.
     """
+    global _launches
+    _launches += 1
     started = time.perf_counter()
+    names = [role_name(rank, args.world_size) for rank in range(args.world_size)]
     if dist.is_torchelastic_launched():
-        result = _be_one_rank(run_worker, args)
+        result = _be_one_rank(run_worker, args, names)
     else:
-        with tempfile.TemporaryDirectory(prefix="distributed-tutorials-") as folder:
-            result = _start_ranks(run_worker, args, role_name, Path(folder))
+        with tempfile.TemporaryDirectory(prefix="distributed-tutorials-", ignore_cleanup_errors=True) as folder:
+            result = _start_ranks(run_worker, args, names, Path(folder))
     return None if result is None else {**result, "wall_s": time.perf_counter() - started}
 
 
-def _be_one_rank(run_worker, args):
-    """Under torchrun: it has started this process, watches over it, and stops the others when it fails."""
-    rank, local_rank, local_world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    try:
-        place.enter(rank, args.world_size, local_rank, local_world_size, "env://", os.environ["MASTER_ADDR"])
-        return run_worker(rank, args.world_size, args)
-    except Exception:
-        traceback.print_exc()
-        _exit_now(1)
+# --- local and manual: this process is the launcher
 
 
-def _start_ranks(run_worker, args, role_name, folder):
+def _start_ranks(run_worker, args, names, folder):
     """Start all ranks, or the one of `--rank`, and watch over them; `folder` is this run's alone: no two runs meet."""
-    ranks = list(range(args.world_size)) if args.rank is None else [args.rank]
-    # The store of a local run is a file: a port could be taken, and its server would listen on every interface.
-    init_method = f"file://{folder}/store" if args.rank is None else f"tcp://{args.master_addr}:{args.master_port}"
+    ranks, peers, store = list(range(args.world_size)), None, None
+    # The store of a local run is a file: a port could be taken, and its server would listen where others could call.
+    init_method = f"file://{folder}/store"
     # Survivors would each warn, from C++, of every connection that a dead peer has closed. We say it once.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Nothing may interrupt the start half-way; the children inherit the block until they have imported torch.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    spawned = (run_worker, args, ranks, init_method, folder)
-    processes = dict(zip(ranks, mp.spawn(_run_rank, spawned, len(ranks), join=False).processes, strict=True))
-    heard = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup ignores one
-    handlers = {signum: signal.signal(signum, signal.default_int_handler) for signum in heard}
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        failed = _wait_for_failure(processes)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; stopped {_count(len(ranks), 'process')}", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
-    finally:
-        _stop(processes.values())
-        _remove_leftovers(processes.values(), args)
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
-    if failed:
-        rank, reason = _first_failure(failed, ranks, folder)
-        stopped = f"; stopped {_count(len(ranks) - 1, 'other process')}" if len(ranks) > 1 else ""
-        print(f"error: rank {rank} ({role_name(rank, args.world_size)}) {reason}{stopped}", file=sys.stderr, flush=True)
+    processes, verdict = {}, None
+    with _interruptible() as interruptible:
+        try:
+            if args.rank is not None:
+                ranks = [args.rank]
+                with interruptible():
+                    init_method, store, peers = _meet_manually(args)
+            try:
+                processes = _start(run_worker, args, ranks, init_method, folder)
+            except (OSError, EOFError) as error:  # of the fork server too: out of files, of processes, of memory
+                reason = getattr(error, "strerror", None) or "the fork server has ended"
+                print(f"error: cannot start {_count(len(ranks))}: {reason}", file=sys.stderr, flush=True)
+                raise SystemExit(1) from None
+
+            def ended(rank):
+                processes[rank].join()
+                status = processes[rank].exitcode
+                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+                return watch.word_of(folder, rank) or ([watch.failure(rank, how)] if status else [])
+
+            sentinels = {rank: process.sentinel for rank, process in processes.items()}
+            with interruptible():
+                verdict = watch.watch(sentinels, ended, folder, args.timeout, peers)
+        except KeyboardInterrupt:
+            verdict = watch.failure(ranks[0], "was interrupted")
+            print(f"\ninterrupted; stopped {_count(len(ranks))}", file=sys.stderr, flush=True)
+            raise SystemExit(130) from None
+        finally:
+            if peers:
+                peers.close(verdict)
+            _stop(processes.values())
+            _remove_leftovers([process.pid for process in processes.values()], args)
+            del store
+    if verdict:
+        watch.say(verdict, names, len([rank for rank in ranks if rank != verdict["rank"]]))
         raise SystemExit(1)
     result = folder / "result"
     return json.loads(result.read_text()) if result.exists() else None
 
 
-def _run_rank(index, run_worker, args, ranks, init_method, folder):
-    """The life of one spawned process: `run_worker`, then its result or its failure left in the run's folder."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it even inside C++; the parent does the talking
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    rank, local_rank, local_world_size = ranks[index], index, len(ranks)
+@contextmanager
+def _interruptible():
+    """Keep SIGINT, SIGTERM and SIGHUP for the places that can be interrupted, where the first one raises.
+
+    Yields:
+        A context manager for such a place. It raises KeyboardInterrupt, once: what comes later finds us stopping.
+    """
+    interrupted = threading.Event()
+    listening = False
+
+    def interrupt(*_):
+        first = not interrupted.is_set()
+        interrupted.set()
+        if listening and first:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def here():
+        nonlocal listening
+        listening = True
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        try:
+            yield
+        finally:
+            listening = False
+
+    if threading.current_thread() is not threading.main_thread():  # only there can signals be heard
+        yield here
+        return
+    heard = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup ignores one
+    handlers = {signum: signal.signal(signum, interrupt) for signum in heard}
     try:
-        if args.rank is not None and place.is_loopback(args.master_addr):
+        yield here
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
+def _start(run_worker, args, ranks, init_method, folder):
+    """Start the processes of `ranks`, `{rank: process}`: none is left behind if one of them cannot be started.
+
+    `mp.spawn` starts each process from nothing: each imports torch, which takes seconds. It is short for
+    `start_processes(..., start_method="spawn")`. With "forkserver" one process imports torch, and all ranks are forked
+    from it, with what it has imported: eleven ranks start in less than half the time. A CUDA context does not survive a
+    fork; the fork server, unlike this process, has never had one.
+    """
+    before = set(multiprocessing.active_children())
+    spawned = (run_worker, args, ranks, init_method, folder, _Inherited())
+    resource_tracker.ensure_running()  # not inside of what follows: as it starts, it unblocks the signals again
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited: no worker ends, with a traceback, half started
+    try:
+        if args.start_method == "forkserver":
+            _start_fork_server(run_worker)
+        context = mp.start_processes(_run_rank, spawned, len(ranks), join=False, start_method=args.start_method)
+        return dict(zip(ranks, context.processes, strict=True))
+    except BaseException:
+        _stop(set(multiprocessing.active_children()) - before)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _start_fork_server(run_worker):
+    """Unless it is there already: a later launch of this Python process costs only the forks."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    modules = [*PRELOAD, run_worker.__module__, "common.preload"]
+    os.environ[worker_env.MAIN_PATH] = main if main and run_worker.__module__ == "__main__" else ""
+    forkserver.set_forkserver_preload([module for module in modules if module != "__main__"])
+    forkserver.ensure_running()
+    del os.environ[worker_env.MAIN_PATH]
+
+
+class _Inherited:
+    """What a forked worker would otherwise have from the fork server: the environment, and where its output goes."""
+
+    def __getstate__(self):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, ValueError):
+                stream.flush()
+        return dict(os.environ), [reduction.DupFd(descriptor) for descriptor in (1, 2)]
+
+    def __setstate__(self, state):
+        self.environ, self.streams = state
+
+    def take(self):
+        """In the worker."""
+        for descriptor, stream in enumerate(self.streams, start=1):
+            duplicate = stream.detach()
+            os.dup2(duplicate, descriptor)
+            os.close(duplicate)
+        os.environ.clear()
+        os.environ.update(self.environ)
+
+
+def _run_rank(index, run_worker, args, ranks, init_method, folder, inherited):
+    """The life of one started process: `run_worker`, then its result or its failure left in the run's folder."""
+    inherited.take()
+    rank, local_rank, local_world_size = ranks[index], index, len(ranks)
+    launcher = multiprocessing.parent_process().sentinel
+    watched = threading.Thread(target=_beat, args=(rank, folder, launcher, args), daemon=True)
+    mp._prctl_pr_set_pdeathsig(0)  # torch asks for SIGINT when the launcher dies; but `_beat` cleans up before it ends
+    watched.start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it even inside C++; the launcher does the talking
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        if args.rank is not None and worker_env.is_loopback(args.master_addr):
             local_rank, local_world_size = rank, args.world_size  # one rank per terminal, but all on this machine
         elif args.rank is not None:  # on several machines, only the user knows how many ranks are on each
             local_rank, local_world_size = (int(os.environ.get(*setting)) for setting in
                                             (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-        place.enter(rank, args.world_size, local_rank, local_world_size, init_method, args.master_addr)
+        worker_env.enter(rank, args.world_size, local_rank, local_world_size, init_method, args.master_addr)
         result = run_worker(rank, args.world_size, args)
         if result is not None:
             (folder / "result").write_text(json.dumps(result))
         _exit_now(0)
     except Exception as error:
-        story = {"at": time.time(), "type": type(error).__name__, "traceback": traceback.format_exc().rstrip()}
-        (folder / f".error{rank}").write_text(json.dumps(story))
-        os.replace(folder / f".error{rank}", folder / f"error{rank}")  # whole or not at all
+        watch.leave_word(folder, story_of(rank, error, local_ranks=ranks))
         _exit_now(1)
 
 
@@ -127,18 +248,6 @@ def _exit_now(status):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _wait_for_failure(processes):
-    """Wait until a process fails or all have ended well; `{rank: exit status}` of those that have failed by then."""
-    running = {process.sentinel: process for process in processes.values()}
-    while running:
-        ended = [running.pop(sentinel) for sentinel in connection.wait(list(running))]
-        for process in ended:
-            process.join()
-        if any(process.exitcode for process in ended):
-            return {rank: process.exitcode for rank, process in processes.items() if process.exitcode}
-    return {}
 
 
 def _stop(processes):
@@ -153,33 +262,164 @@ def _stop(processes):
         process.join()
 
 
-def _remove_leftovers(processes, args):
+def _remove_leftovers(pids, args):
     """Remove what a rank was writing when it was killed: `report.replacing` puts its process id into the name."""
     checkpoint = getattr(args, "checkpoint", None)
     for folder in {args.output_dir, args.output_dir if checkpoint is None else checkpoint.parent}:
-        for process in processes:
-            for leftover in folder.glob(f".*.{process.pid}.tmp"):
+        for pid in pids:
+            for leftover in folder.glob(f".*.{pid}.tmp"):
                 leftover.unlink(missing_ok=True)
 
 
-def _first_failure(failed, ranks, folder):
-    """Which rank failed first, and how; prints its traceback if it left one that has not been shown yet."""
-    told = {rank: folder / f"error{rank}" for rank in ranks if (folder / f"error{rank}").exists()}
-    for rank, status in failed.items():
-        if rank not in told:  # it ended without a word; if others raised, it was because they had lost it
-            killed = status < 0
-            return rank, f"was killed by {signal.Signals(-status).name}" if killed else f"exited with status {status}"
-    stories = {rank: json.loads(path.read_text()) for rank, path in told.items()}
-    rank, story = min(stories.items(), key=lambda item: item[1]["at"])
-    kind = story["type"]
+def _count(number):
+    return f"{number} process" if number == 1 else f"{number} processes"
+
+
+def _meet_manually(args):
+    """Find the launchers in the other terminals; the init method of the ranks, the store, the peers.
+
+    The launcher of rank 0 serves the store and stays until all others have left, so no rank has to wait for another
+    one's shutdown.
+    """
+    host, port = worker_env.address_of(args.master_addr), args.master_port
+    listener = None
+    if args.rank == 0:
+        try:
+            listener = worker_env.listen(host, port)
+        except OSError as error:
+            refuse(f"--master_port {port} cannot be opened on {args.master_addr} ({os.strerror(error.errno).lower()}); "
+                   "give another port to all ranks")
+
+    def connect():
+        limit = timedelta(seconds=args.timeout)
+        served = {} if listener is None else {"master_listen_fd": listener.detach()}
+        store = dist.TCPStore(host, port, None, listener is not None, limit, wait_for_workers=False, **served)
+        return store, _meet(store, args.rank, args.world_size, host, args.timeout)
+
+    # In a thread: where a port accepts and never answers, torch would wait for ever.
+    met = []
+    thread = threading.Thread(target=lambda: met.append(_attempt(connect)), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + args.timeout + 1
+    while thread.is_alive() and time.monotonic() < deadline:
+        thread.join(0.05)
+    if not met or met[0] is None:
+        print(f"error: rank 0 cannot be reached: {args.master_addr}:{port} has not answered for {args.timeout:g} s",
+              file=sys.stderr, flush=True)
+        raise SystemExit(1)
+    store, peers = met[0]
+    return f"tcp://{host}:{port}", store, peers
+
+
+def _attempt(function):
+    with suppress(RuntimeError, OSError, ValueError):
+        return function()
+
+
+def _meet(store, rank, world_size, host, join_s, key="watch"):
+    """Connect this launcher with that of rank 0, whose address is in the store.
+
+    Raises:
+        RuntimeError, OSError: if that does not succeed within `join_s` seconds.
+    """
+    key = f"{key} {_launches}"
+    if rank == 0:
+        listener, token = worker_env.listen(host, 0), secrets.token_hex(8)
+        store.set(key, json.dumps([*listener.getsockname(), token]))
+        return watch.Peers(rank, world_size, token, join_s, listener)
+    deadline = time.monotonic() + join_s
+    while True:
+        *address, token = json.loads(store.get(key))
+        try:
+            sock = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
+            sock.sendall(json.dumps({"hello": rank, "token": token}).encode() + b"\n")
+            if sock.recv(len(watch.WELCOME)):
+                return watch.Peers(rank, world_size, token, join_s, sock)
+        except OSError:
+            pass  # the address of an earlier attempt, whose processes are just ending
+        if time.monotonic() > deadline:
+            raise ConnectionError(f"no launcher of rank 0 at {address}")
+        time.sleep(0.1)
+
+
+# --- torchrun: this process is a rank
+
+
+def _be_one_rank(run_worker, args, names):
+    """Under torchrun: it has started this process, watches over it, and stops the others when it fails."""
+    rank, local_rank, local_world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    alone = local_world_size == args.world_size  # one machine
+    folder = Path(tempfile.mkdtemp(prefix="distributed-tutorials-"))
+    worker_env.enter(rank, args.world_size, local_rank, local_world_size, "env://", os.environ["MASTER_ADDR"])
+    join_s = max(args.timeout, watch.START_S)
+    try:
+        store, peers = None, None
+        if args.world_size > 1:
+            host = "127.0.0.1" if alone else worker_env.own_address(os.environ["MASTER_ADDR"])
+            store, _, _ = next(dist.rendezvous("env://", rank, args.world_size, timeout=timedelta(seconds=join_s)))
+            # torchrun's store outlives the ranks that it starts anew; several machines count their attempts apart.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else ""
+            peers = _meet(store, rank, args.world_size, host, join_s, f"watch {attempt}")
+        first = rank - local_rank  # of this machine
+        beside = _start_beside(rank, args, names, folder, peers, range(first, first + local_world_size))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    threading.Thread(target=_beat, args=(rank, folder, None, args), daemon=True).start()
+    try:
+        result = run_worker(rank, args.world_size, args)
+        beside.stdin.write(b"left")
+        beside.stdin.close()
+        return result
+    except Exception as error:
+        watch.leave_word(folder, story_of(rank, error, local_ranks=()))
+        with suppress(OSError):
+            os.write(beside.stdin.fileno(), b"!")
+        time.sleep(2 * watch.GRACE_S)  # meanwhile, `_beat` ends this process as soon as it is known whom to blame
+        _exit_now(1)
+
+
+def _start_beside(rank, args, names, folder, peers, neighbours):
+    """Start the process that watches over this rank and is connected to those beside the others."""
+    sock = peers and (peers.listener or peers.links[0].sock)
+    life = {"rank": rank, "world_size": args.world_size, "names": names, "folder": str(folder), "timeout": args.timeout,
+            "token": peers and peers.token, "join_s": peers and peers.join_s, "sock": sock and sock.fileno(),
+            "neighbours": list(neighbours)}
+    return subprocess.Popen([sys.executable, watch.__file__, json.dumps(life)], stdin=subprocess.PIPE, bufsize=0,
+                            stdout=subprocess.DEVNULL, pass_fds=[sock.fileno()] if sock else [])
+
+
+# --- in every rank
+
+
+def _beat(rank, folder, launcher, args):
+    """Say every second that this process lives, and end it when its launcher is gone or has found a rank to blame."""
+    parent = os.getppid()
+    while True:
+        with suppress(OSError):
+            (folder / f"beat{rank}").touch()
+        if launcher is None:  # torchrun's
+            time.sleep(watch.BEAT_S)
+            gone = os.getppid() != parent
+        else:
+            gone = bool(connection.wait([launcher], watch.BEAT_S))
+        if gone:
+            shutil.rmtree(folder, ignore_errors=True)
+            _remove_leftovers([os.getpid()], args)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (folder / "verdict").exists():
+            _exit_now(1)
+
+
+def story_of(rank, error, local_ranks):
+    """The failure that an exception in `rank` means: its own, that of the worker where an RPC raised, or a notice."""
+    told = "".join(traceback.format_exception(error)).rstrip()
+    message, kind = str(error), type(error).__name__
     # What came over RPC names the worker where it was raised; there, RPC has already shown the traceback.
-    origin = re.findall(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\s*(\w+)", story["traceback"])
+    origin = re.findall(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\s*(\w+)\((.*)", message)
     if origin:
-        rank, kind = int(origin[-1][0]), origin[-1][1]
-    if not origin or rank not in ranks:
-        print(story["traceback"], file=sys.stderr)
-    return rank, f"raised {kind}"
-
-
-def _count(number, things):
-    return f"{number} {things}" if number == 1 else f"{number} {things}es"
+        rank, kind, message = int(origin[-1][0]), *origin[-1][1:]
+        if rank in local_ranks:
+            told = ""
+    noticed = isinstance(error, (RuntimeError, OSError)) and NOTICED.search(message)
+    return watch.failure(rank, f"raised {kind}", watch.NOTICED if noticed else watch.CAUSE, told)

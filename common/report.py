@@ -8,9 +8,8 @@ import sys
 import threading
 
 import torch
+from common.worker_env import core_count
 from tqdm import tqdm
-
-from common.place import core_count
 
 
 class Bar(tqdm):

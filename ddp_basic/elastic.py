@@ -33,16 +33,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn, optim
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DistributedSampler, TensorDataset
-
 from common import checkpoint, report
 from common.cli import Parser, bounded, refuse
 from common.data import add_data_flags, fetch_data, load_data
 from common.launch import launch
 from common.session import backend_for, device_for
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DistributedSampler, TensorDataset
 
 MOMENTUM = 0.9
 FEWEST_SAMPLES = 1437  # of the two training sets: each rank needs one at least

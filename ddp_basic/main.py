@@ -30,12 +30,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
 from common import report
 from common.cli import Parser, bounded, refuse
 from common.launch import launch
-from common.session import backend_for, device_for
+from common.session import device_for, group_options
+from torch.nn.parallel import DistributedDataParallel as DDP
+
 from ddp_basic import skew
 from ddp_basic.toy import ToyModel, ToyMpModel, flat, loss_on, seeded, toy_samples, train
 
@@ -49,12 +49,9 @@ def role_name(rank, world_size):
 
 def setup(rank, world_size, args):
     """Join the process group (tutorial 6_3, "Basic Use Case"): gloo, or nccl where every rank has a GPU of its own."""
-    device = device_for(args.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # nccl sends Python objects by way of the current GPU
-    limit = timedelta(seconds=max(args.timeout, JOIN_TIMEOUT_S))
-    init_method = os.environ["INIT_METHOD"]  # from `launch`: no fixed port, on which two runs would meet
-    dist.init_process_group(backend_for(device), init_method, timeout=limit, rank=rank, world_size=world_size)
+    options = group_options(args, device_for(args.device))  # no fixed port among them, on which two runs would meet
+    options["timeout"] = timedelta(seconds=max(args.timeout, JOIN_TIMEOUT_S))
+    dist.init_process_group(**options, rank=rank, world_size=world_size)
 
 
 def cleanup():

@@ -3,9 +3,8 @@
 import time
 
 import torch.distributed as dist
-from torch import nn, optim
-
 from common import report
+from torch import nn, optim
 
 DRAWN_STEPS = 5
 

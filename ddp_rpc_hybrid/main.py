@@ -26,23 +26,22 @@ Last line, about:
     2 trainers: loss 2.50 -> 0.60, accuracy 15% -> 82% (chance 12%) | 142 steps/s per trainer, 1.8 kB a step
 """
 
-import contextlib
 import itertools
 import time
 
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
+from common import report
+from common.cli import Parser, bounded
+from common.launch import launch
+from common.session import device_for, group_options, rpc_options, wait_all
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common import report
-from common.cli import Parser, bounded
-from common.launch import launch
-from common.session import device_for, process_group, rpc_session
 from ddp_rpc_hybrid.batches import BATCHES, Teacher, get_next_batch
 from ddp_rpc_hybrid.single_process import steps_alone
 
@@ -166,15 +165,14 @@ def on_all_trainers(function, world_size, args):
         # No timeout: this one call lasts as long as the training.
         futs.append(rpc.rpc_async(TRAINER_NAME.format(trainer_rank), function, args=(emb_rref, trainer_rank, args),
                                   timeout=0))
-    return [fut.wait() for fut in futs]
+    return wait_all(futs)  # raises as soon as one of them fails, even if the others wait for that one
 
 
 def run_worker(rank, world_size, args):
     """The master lets the trainers train and returns the metrics; the others do what they are asked."""
-    with join(rank, world_size, args):
-        if role_name(rank, world_size) != MASTER_NAME:
-            return None
-        trainers = on_all_trainers(_run_trainer, world_size, args)
+    trainers = run_role(rank, world_size, args, _run_trainer)
+    if trainers is None:
+        return None
     epochs = [{key: sum(epoch[key] for epoch in same) / len(same) for key in ("loss", "accuracy")}
               for same in zip(*(trainer["epochs"] for trainer in trainers), strict=True)]
     means = {key: sum(trainer[key] for trainer in trainers) / len(trainers)
@@ -182,16 +180,23 @@ def run_worker(rank, world_size, args):
     return {"epochs": epochs, **means}
 
 
-@contextlib.contextmanager
-def join(rank, world_size, args):
-    """Everybody is in the RPC world; the trainers are also in a process group, for DDP. Both meet at one store."""
+def run_role(rank, world_size, args, function):
+    """Everybody joins the RPC world, the trainers also a process group, for DDP, and does what the role asks for.
+
+    Returns:
+        On the master, what `function(emb_rref, rank, args)` returned on each trainer; elsewhere None.
+    """
     torch.manual_seed(args.seed)  # on the server: that of the table
-    n_trainers = world_size - 2
-    with contextlib.ExitStack() as stack:
-        if rank < n_trainers:
-            stack.enter_context(process_group(rank, n_trainers, args.timeout, device_for(args.device)))
-        stack.enter_context(rpc_session(role_name(rank, world_size), rank, world_size, args.timeout))
-        yield
+    n_trainers, results = world_size - 2, None
+    if rank < n_trainers:
+        dist.init_process_group(**group_options(args, device_for(args.device)), rank=rank, world_size=n_trainers)
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size, rpc_backend_options=rpc_options(args))
+    if role_name(rank, world_size) == MASTER_NAME:
+        results = on_all_trainers(function, world_size, args)
+    rpc.shutdown()  # waits for everyone: until then, trainers and server do what they are asked
+    if rank < n_trainers:
+        dist.destroy_process_group()
+    return results
 
 
 def record_steps(emb_rref, rank, args):
@@ -226,10 +231,8 @@ def table_of(emb_rref):
 
 def record(rank, world_size, args):
     """For `check`: the master returns what the trainers have recorded."""
-    with join(rank, world_size, args):
-        if role_name(rank, world_size) != MASTER_NAME:
-            return None
-        return {"trainers": on_all_trainers(record_steps, world_size, args)}
+    trainers = run_role(rank, world_size, args, record_steps)
+    return trainers and {"trainers": trainers}
 
 
 def check(args):

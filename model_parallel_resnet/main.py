@@ -29,19 +29,20 @@ import time
 
 import torch
 import torch.distributed.autograd as dist_autograd
+from common import report, timeline
+from common.cli import Parser, bounded, refuse
+from common.launch import launch
+from common.session import device_for, rpc_options, wait_all
+from common.worker_env import keep_memory
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 
-from common import report, timeline
-from common.cli import Parser, bounded, refuse
-from common.launch import launch
-from common.session import device_for, rpc_session
 from model_parallel_resnet.data import get_batch
 from model_parallel_resnet.results import finish
 from model_parallel_resnet.single_process import step_alone
-from model_parallel_resnet.stages import ARCHS, ResNetShard1, ResNetShard2, keep_memory, parameters_of
+from model_parallel_resnet.stages import ARCHS, ResNetShard1, ResNetShard2, parameters_of
 
 EVERY = 97  # of millions of weights, the check compares every so many
 MASTER_NAME = "master"
@@ -96,7 +97,7 @@ class DistResNet50(nn.Module):
                 x_rref = RRef(x)
                 y_rref = self.p1_rref.remote().forward(x_rref, i)
                 out_futures.append(self.p2_rref.rpc_async().forward(y_rref, i))
-        return torch.cat(torch.futures.wait_all(out_futures))
+        return torch.cat(wait_all(out_futures))
 
     def parameter_rrefs(self):
         """RRefs of the parameters of both shards."""
@@ -165,7 +166,7 @@ def shards_call(model, function, *args):
     """`function(shard, *args)` on both workers; the results."""
     futures = [rpc.rpc_async(rref.owner(), on_shard, args=(rref, function, *args))
                for rref in (model.p1_rref, model.p2_rref)]
-    return torch.futures.wait_all(futures)
+    return wait_all(futures)
 
 
 def on_shard(rref, function, *args):
@@ -176,23 +177,26 @@ def on_shard(rref, function, *args):
 def join(rank, world_size, args):
     """Become an RPC worker with a thread for each micro-batch, most of which only wait, and some for the gradients."""
     keep_memory()
-    return rpc_session(role_name(rank, world_size), rank, world_size, args.timeout, 8 + 2 * max(args.num_splits))
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, 8 + 2 * max(args.num_splits)))
 
 
 def run_worker(rank, world_size, args):
     """Rank 0 runs the experiment and returns its metrics; the others serve their shards."""
     timeline.start(role_name(rank, world_size))  # always: the idle shares are part of the result
-    with join(rank, world_size, args):
-        return run_master(args) if rank == 0 else None
+    join(rank, world_size, args)
+    metrics = run_master(args) if rank == 0 else None
+    rpc.shutdown()  # waits for everyone: until then, the workers answer the master's calls
+    return metrics
 
 
 def record(rank, world_size, args):
     """For `check`: the same step with each split count, from the same weights; rank 0 returns what came of them."""
     torch.set_default_dtype(torch.float64)  # see compare_with_whole
-    with join(rank, world_size, args):
-        if rank != 0:
-            return None
-        (inputs, labels), results = get_batch(args), {}
+    join(rank, world_size, args)
+    results = {}
+    if rank == 0:
+        inputs, labels = get_batch(args)
         for num_split in args.num_splits:
             model = DistResNet50(num_split, WORKERS, args)  # anew: the initial weights
             with torch.no_grad():
@@ -208,7 +212,8 @@ def record(rank, world_size, args):
             results[str(num_split)] = {"outputs": outputs.tolist(), "gradients": gradients[::EVERY].tolist(),
                                        "parameters": parameters[::EVERY].tolist(),
                                        "outputs, training mode": in_training_mode.tolist()}
-        return results
+    rpc.shutdown()
+    return results or None
 
 
 def gradients_of(shard, context_id):

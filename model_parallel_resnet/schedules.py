@@ -26,17 +26,18 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-
 from common import report, timeline
 from common.cli import refuse
 from common.launch import launch
-from common.session import backend_for, device_for, process_group
+from common.session import backend_for, device_for, group_options
+from common.worker_env import keep_memory
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
 from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet.data import get_batch
 from model_parallel_resnet.results import finish
-from model_parallel_resnet.stages import ResNetShard1, ResNetShard2, keep_memory, parameters_of
+from model_parallel_resnet.stages import ResNetShard1, ResNetShard2, parameters_of
 
 EVERY = rpc_pipeline.EVERY
 STAGES = ["stage0", "stage1"]
@@ -125,52 +126,53 @@ def run_worker(rank, world_size, args):
     """Both ranks run all split counts in turns, a warm-up batch of each first; rank 1 returns the metrics."""
     keep_memory()
     timeline.start(role_name(rank, world_size))  # always: the idle shares are part of the result
-    with process_group(rank, world_size, args.timeout, device_of_stage(args)) as backend:
-        pipeline = Pipeline(rank, args)
-        before = parameters_of(pipeline.model)
-        losses, windows = [], {num_split: [] for num_split in args.num_splits}
-        for batch in range(args.num_batches + 1):
-            for num_split in args.num_splits:
-                dist.barrier()  # the clock starts when both are ready, and stops when both have made their step
-                started = time.time()
-                losses.append(pipeline.train_step(num_split))
-                dist.barrier()
-                windows[num_split].append((started, time.time()))
-                if rank == 1:
-                    report.log(STAGES[1], f"{'warm-up' if batch == 0 else f'batch {batch}'}  splits {num_split}  loss "
-                                          f"{losses[-1]:.4f}  {windows[num_split][-1][1] - started:.2f} s")
-        if torch.equal(before, parameters_of(pipeline.model)):
-            raise ArithmeticError(f"the parameters of {STAGES[rank]} have not changed")
-        recorded = [None] * world_size
-        dist.all_gather_object(recorded, timeline.recorded())
-        if rank != 1:
-            return None
-        rpc_pipeline.require_fall(losses, args)
-        return {"losses": losses, "windows": [of_split[1:] for of_split in windows.values()],
-                "spans": recorded[0] | recorded[1], "schedule": args.schedule, "backend": backend}
-
+    dist.init_process_group(**group_options(args, device_of_stage(args)), rank=rank, world_size=world_size)
+    pipeline = Pipeline(rank, args)
+    before = parameters_of(pipeline.model)
+    losses, windows = [], {num_split: [] for num_split in args.num_splits}
+    for batch in range(args.num_batches + 1):
+        for num_split in args.num_splits:
+            dist.barrier()  # the clock starts when both are ready, and stops when both have made their step
+            started = time.time()
+            losses.append(pipeline.train_step(num_split))
+            dist.barrier()
+            windows[num_split].append((started, time.time()))
+            if rank == 1:
+                report.log(STAGES[1], f"{'warm-up' if batch == 0 else f'batch {batch}'}  splits {num_split}  loss "
+                                      f"{losses[-1]:.4f}  {windows[num_split][-1][1] - started:.2f} s")
+    if torch.equal(before, parameters_of(pipeline.model)):
+        raise ArithmeticError(f"the parameters of {STAGES[rank]} have not changed")
+    recorded = [None] * world_size
+    dist.all_gather_object(recorded, timeline.recorded())
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    if rank != 1:
+        return None
+    rpc_pipeline.require_fall(losses, args)
+    return {"losses": losses, "windows": [of_split[1:] for of_split in windows.values()],
+            "spans": recorded[0] | recorded[1], "schedule": args.schedule, "backend": backend}
 
 def record(rank, world_size, args):
     """For `check`: the same step with each split count, from the same weights; rank 1 returns what came of them."""
     torch.set_default_dtype(torch.float64)  # see compare_with_whole
-    with process_group(rank, world_size, args.timeout, device_of_stage(args)):
-        results = {}
-        for num_split in args.num_splits:
-            in_training_mode, _ = Pipeline(rank, args).forward_backward(num_split)
-            pipeline = Pipeline(rank, args)  # anew: the initial weights
-            pipeline.model.eval()
-            outputs, _ = pipeline.forward_backward(num_split)
-            gradients = torch.cat([param.grad.flatten().cpu() for param in pipeline.model.parameters()])
-            pipeline.opt.step()
-            gathered = [None] * world_size
-            dist.all_gather_object(gathered, (gradients, parameters_of(pipeline.model)))
-            if rank == 1:
-                gradients, parameters = (torch.cat(halves)[::EVERY].tolist() for halves in zip(*gathered, strict=True))
-                results[str(num_split)] = {
-                    "outputs": outputs.tolist(), "gradients": gradients, "parameters": parameters,
-                    "outputs, training mode": in_training_mode.tolist()}  # fmt: skip
-        return results if rank == 1 else None
-
+    dist.init_process_group(**group_options(args, device_of_stage(args)), rank=rank, world_size=world_size)
+    results = {}
+    for num_split in args.num_splits:
+        in_training_mode, _ = Pipeline(rank, args).forward_backward(num_split)
+        pipeline = Pipeline(rank, args)  # anew: the initial weights
+        pipeline.model.eval()
+        outputs, _ = pipeline.forward_backward(num_split)
+        gradients = torch.cat([param.grad.flatten().cpu() for param in pipeline.model.parameters()])
+        pipeline.opt.step()
+        gathered = [None] * world_size
+        dist.all_gather_object(gathered, (gradients, parameters_of(pipeline.model)))
+        if rank == 1:
+            gradients, parameters = (torch.cat(halves)[::EVERY].tolist() for halves in zip(*gathered, strict=True))
+            results[str(num_split)] = {
+                "outputs": outputs.tolist(), "gradients": gradients, "parameters": parameters,
+                "outputs, training mode": in_training_mode.tolist()}  # fmt: skip
+    dist.destroy_process_group()
+    return results if rank == 1 else None
 
 def check(args):
     """Hold every split count against the whole model in one process; the differences, or None."""

@@ -34,11 +34,10 @@ import statistics
 import time
 
 import torch
-from torch import nn, optim
-
 from common import report
 from common.cli import Parser, bounded, refuse
 from common.vision import import_torchvision
+from torch import nn, optim
 
 ROLE = "main"
 NUM_CLASSES = 1000
@@ -328,8 +327,7 @@ def device(text):
 
 def build_parser():
     """The flags of this example."""
-    parser = Parser("model_parallel_resnet/single_machine", __doc__, world_size=1)
-    parser.set_defaults(by_hand_master_addr="localhost")  # --rank needs no more than that, to be refused by `settle`
+    parser = Parser("model_parallel_resnet/single_machine", __doc__, distributed=False)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--devices", type=device, nargs=2, metavar="D",
         help="two GPUs, or one device twice (default: the first two GPUs, or else one device twice)")
@@ -367,10 +365,6 @@ def settle(args):
 
     `args.devices` and `args.split_size` are set afterwards, and `args.measured_sizes`: all split sizes, in order.
     """
-    if args.world_size != 1:
-        refuse("--world_size", args.world_size, "1: this example is one process, which drives both devices")
-    if args.rank is not None:
-        refuse("--rank", args.rank, "no rank: this example is one process, which drives both devices")
     args.devices = choose_devices(args)
     too_large = [size for size in args.split_sizes or SPLIT_SIZES if size > args.batch_size]
     accepted = f"at most --batch_size {args.batch_size}: it is the samples of a micro-batch"

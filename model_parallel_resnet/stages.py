@@ -1,19 +1,15 @@
 """A ResNet of torchvision, split in two, and the same one whole (tutorial 6_7, "分散パイプライン並列処理")."""
 
-import contextlib
-import ctypes
 import threading
 import time
 
 import torch
+from common import timeline
+from common.vision import import_torchvision
 from torch import nn
 from torch.distributed.rpc import RRef
 
-from common import timeline
-from common.vision import import_torchvision
-
 ARCHS = ("resnet18", "resnet50")
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 def whole_resnet(arch, num_classes, seed):
@@ -101,16 +97,3 @@ def _record_backward(x, first, out, micro_batch):
 def parameters_of(model):
     """All parameters in one tensor, on the CPU, in an order that two shards together share with the whole model."""
     return torch.cat([param.detach().flatten().cpu() for param in model.parameters()])
-
-
-def keep_memory():
-    """Let the C library keep freed memory, for all threads together; call this before there are threads.
-
-    Activations of 16 to 64 MB are got and freed in every step. By default glibc fetches such blocks from the system and
-    gives them back, and in the threads in which RPC runs it does so with smaller ones too: the system cleared the same
-    pages again and again, for a third of a worker's time. Elsewhere there is nothing to do.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for parameter, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**30)):
-            mallopt(parameter, value)

@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from common import report
 from common.cli import Parser, refuse, require_writable_folder
 from common.launch import launch

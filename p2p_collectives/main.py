@@ -27,11 +27,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-
 from common import report
 from common.cli import Parser
 from common.launch import launch
-from common.session import backend_for, device_for, process_group
+from common.session import backend_for, device_for, group_options
 
 
 def role_name(rank, world_size):
@@ -199,16 +198,17 @@ def run_worker(rank, world_size, args):
     device = device_for(args.device)
     if backend_for(device) == "gloo":
         device = torch.device("cpu")  # gloo sends and receives main memory only
-    with process_group(rank, world_size, args.timeout, device):
-        outcomes = []
-        for name in DEMOS if args.demo == "all" else [args.demo]:
-            for outcome in DEMOS[name](rank, world_size, device):
-                # Rank 0 prints for all, later: lines of several processes would interleave.
-                rows = [None] * world_size if rank == 0 else None
-                dist.gather_object([numbers(value) for value in outcome[2:]], rows)
-                outcomes.append({"demo": name, "operation": outcome.operation, "says": outcome.says, "rows": rows})
-        return {"operations": outcomes, "backend": dist.get_backend()} if rank == 0 else None
-
+    dist.init_process_group(**group_options(args, device), rank=rank, world_size=world_size)
+    outcomes = []
+    for name in DEMOS if args.demo == "all" else [args.demo]:
+        for outcome in DEMOS[name](rank, world_size, device):
+            # Rank 0 prints for all, later: lines of several processes would interleave.
+            rows = [None] * world_size if rank == 0 else None
+            dist.gather_object([numbers(value) for value in outcome[2:]], rows)
+            outcomes.append({"demo": name, "operation": outcome.operation, "says": outcome.says, "rows": rows})
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    return {"operations": outcomes, "backend": backend} if rank == 0 else None
 
 def numbers(value):
     """A tensor or a list as a list of floats, which JSON can hold; None stays None."""

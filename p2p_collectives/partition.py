@@ -3,7 +3,6 @@
 import math
 
 import torch
-
 from common.data import load_data
 
 

@@ -28,11 +28,11 @@ import time
 
 import torch
 import torch.distributed as dist
-
 from common import report
 from common.cli import Parser, bounded, refuse
 from common.launch import launch
-from common.session import process_group
+from common.session import group_options
+
 from p2p_collectives.rings import RingAllReduce, group_with_small_buffers, ring_chunked, ring_naive
 
 EXAMPLE = "p2p_collectives/ring_allreduce"
@@ -80,28 +80,29 @@ def fit_model(world_size, points):
 def run_worker(rank, world_size, args):
     """Time all algorithms in turns, A B C D A B C D, so that a noisy machine cannot favour one; rank 0 has the rows."""
     rows, dtype = [], DTYPES[args.dtype]
-    with process_group(rank, world_size, args.timeout):
-        rungs = algorithms(dtype)
-        for n_bytes in args.sizes:
-            numbers = torch.arange(n_bytes // dtype.itemsize) % 100
-            mine = (numbers + rank).to(dtype)
-            expected = (world_size * numbers + world_size * (world_size - 1) // 2).to(dtype)
-            tensor, seconds = torch.empty_like(mine), {name: [] for name in rungs}
-            for repeat in range(args.repeats + 1):
-                for name, all_reduce in rungs.items():
-                    tensor.copy_(mine)
-                    dist.barrier()  # or the first to come would count its wait for the last
-                    started = time.perf_counter()
-                    all_reduce(tensor)
-                    slowest = torch.tensor(time.perf_counter() - started)
-                    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-                    if not torch.equal(tensor, expected):
-                        raise ArithmeticError(f"{name} has summed {size_text(n_bytes)} wrongly")
-                    if repeat > 0:  # the first round connects the ranks and touches the memory
-                        seconds[name].append(slowest.item())
-            rows += rows_of(seconds, world_size, n_bytes)
-            if rank == 0:
-                report.log("rank0", f"{size_text(n_bytes)}: timed {args.repeats} rounds")
+    dist.init_process_group(**group_options(args), rank=rank, world_size=world_size)
+    rungs = algorithms(dtype)
+    for n_bytes in args.sizes:
+        numbers = torch.arange(n_bytes // dtype.itemsize) % 100
+        mine = (numbers + rank).to(dtype)
+        expected = (world_size * numbers + world_size * (world_size - 1) // 2).to(dtype)
+        tensor, seconds = torch.empty_like(mine), {name: [] for name in rungs}
+        for repeat in range(args.repeats + 1):
+            for name, all_reduce in rungs.items():
+                tensor.copy_(mine)
+                dist.barrier()  # or the first to come would count its wait for the last
+                started = time.perf_counter()
+                all_reduce(tensor)
+                slowest = torch.tensor(time.perf_counter() - started)
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                if not torch.equal(tensor, expected):
+                    raise ArithmeticError(f"{name} has summed {size_text(n_bytes)} wrongly")
+                if repeat > 0:  # the first round connects the ranks and touches the memory
+                    seconds[name].append(slowest.item())
+        rows += rows_of(seconds, world_size, n_bytes)
+        if rank == 0:
+            report.log("rank0", f"{size_text(n_bytes)}: timed {args.repeats} rounds")
+    dist.destroy_process_group()
     return {"rows": rows} if rank == 0 else None
 
 
@@ -122,19 +123,19 @@ def numbers_of(rank, world_size, dtype, seed):
 
 def sums_for_check(rank, world_size, args):
     """The sums `{algorithm and dtype: [numbers of each rank]}`; rank 0 has them."""
-    with process_group(rank, world_size, args.timeout):
-        sums = {}
-        for dtype_name, dtype in DTYPES.items():
-            short_segments = RingAllReduce(dtype, segment_bytes=256)
-            for name, all_reduce in {**algorithms(dtype), "RingAllReduce_short": short_segments}.items():
-                tensors = numbers_of(rank, world_size, dtype, args.seed)
-                for tensor in tensors:
-                    all_reduce(tensor)
-                sums[f"{name} {dtype_name}"] = torch.cat(tensors).tolist()
-        everyones = [None] * world_size if rank == 0 else None
-        dist.gather_object(sums, everyones)
-        return {what: [sums[what] for sums in everyones] for what in sums} if rank == 0 else None
-
+    dist.init_process_group(**group_options(args), rank=rank, world_size=world_size)
+    sums = {}
+    for dtype_name, dtype in DTYPES.items():
+        short_segments = RingAllReduce(dtype, segment_bytes=256)
+        for name, all_reduce in {**algorithms(dtype), "RingAllReduce_short": short_segments}.items():
+            tensors = numbers_of(rank, world_size, dtype, args.seed)
+            for tensor in tensors:
+                all_reduce(tensor)
+            sums[f"{name} {dtype_name}"] = torch.cat(tensors).tolist()
+    everyones = [None] * world_size if rank == 0 else None
+    dist.gather_object(sums, everyones)
+    dist.destroy_process_group()
+    return {what: [sums[what] for sums in everyones] for what in sums} if rank == 0 else None
 
 def check(args):
     """Hold the sums of every rank against those of a single process; the differences, or None."""

@@ -26,15 +26,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-
 from common import checkpoint, report, timeline
 from common.cli import Parser, bounded, refuse, starts_rank
 from common.data import add_data_flags, fetch_data, load_data
 from common.launch import launch
-from common.session import device_for, process_group
+from common.session import device_for, group_options
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
 from p2p_collectives.partition import batches, partition_dataset
 
 EXAMPLE = "p2p_collectives/train"
@@ -165,54 +165,57 @@ def run_worker(rank, world_size, args):
     device = device_for(args.device)
     if args.timeline:
         timeline.start(role_name(rank, world_size))
-    with process_group(rank, world_size, args.timeout, device) as backend:
-        train_set, joined_batch_sizes, test = partition_dataset(args, rank, world_size)
-        test_images, test_labels = (tensor.to(device) for tensor in test.tensors)
-        net, model, optimizer, average = build(args, device)
-        epochs, train_s = [], 0.0
-        if args.resume:
-            state = checkpoint.load(args)
-            net.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            optimizer.param_groups[0].update(momentum=args.momentum, nesterov=args.momentum > 0)  # this run's
-            epochs = state["epochs"]
-        first_epoch = len(epochs)
+    dist.init_process_group(**group_options(args, device), rank=rank, world_size=world_size)
+    train_set, joined_batch_sizes, test = partition_dataset(args, rank, world_size)
+    test_images, test_labels = (tensor.to(device) for tensor in test.tensors)
+    net, model, optimizer, average = build(args, device)
+    epochs, train_s, backend = [], 0.0, dist.get_backend()
+    if args.resume:
+        # Only rank 0 reads the file: on another machine the others would find none, or that of another training.
+        state = [checkpoint.load(args) if rank == 0 else None]
+        dist.broadcast_object_list(state)
+        [state] = state
+        net.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        optimizer.param_groups[0].update(momentum=args.momentum, nesterov=args.momentum > 0)  # this run's
+        epochs = state["epochs"]
+    first_epoch = len(epochs)
 
-        for epoch in range(first_epoch, args.epochs):
-            # Another seed on each rank, for the order of its samples and for dropout; and in each epoch, so that a
-            # resumed training goes on as if it had never stopped.
-            torch.manual_seed(1_000_000 * args.seed + 1000 * epoch + rank)
-            optimizer.param_groups[0]["lr"] = args.lr * (1 - epoch / args.epochs)  # smaller and smaller steps
-            started, epoch_loss = time.perf_counter(), 0.0
-            for images, labels, share in batches(train_set, joined_batch_sizes, rank):
-                loss = train_step(model, optimizer, average, images.to(device), labels.to(device), share)
-                epoch_loss += loss * len(labels) / len(train_set)
-            train_s += time.perf_counter() - started
+    for epoch in range(first_epoch, args.epochs):
+        # Another seed on each rank, for the order of its samples and for dropout; and in each epoch, so that a
+        # resumed training goes on as if it had never stopped.
+        torch.manual_seed(1_000_000 * args.seed + 1000 * epoch + rank)
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - epoch / args.epochs)  # smaller and smaller steps
+        started, epoch_loss = time.perf_counter(), 0.0
+        for images, labels, share in batches(train_set, joined_batch_sizes, rank):
+            loss = train_step(model, optimizer, average, images.to(device), labels.to(device), share)
+            epoch_loss += loss * len(labels) / len(train_set)
+        train_s += time.perf_counter() - started
 
-            losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(world_size)]
-            dist.all_gather(losses, torch.tensor(epoch_loss, dtype=torch.float64, device=device))
-            epochs.append({"loss": torch.stack(losses).mean().item(), "loss_per_rank": torch.stack(losses).tolist()})
-            if rank == 0:  # one is enough: the replicas are equal; the others wait in their next collective
-                epochs[-1]["accuracy"] = accuracy(net, test_images, test_labels)
-                per_rank = " ".join(f"{loss:.3f}" for loss in epochs[-1]["loss_per_rank"])
-                report.log("rank0", f"epoch {epoch + 1:2}  test accuracy {epochs[-1]['accuracy']:.1%}  "
-                                    f"loss of each rank {per_rank}")
-                if args.checkpoint:  # rank 0 only: the others would race for the file
-                    checkpoint.save(args, {"model": net.state_dict(), "optimizer": optimizer.state_dict(),
-                                           "epochs": epochs})
+        losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(world_size)]
+        dist.all_gather(losses, torch.tensor(epoch_loss, dtype=torch.float64, device=device))
+        epochs.append({"loss": torch.stack(losses).mean().item(), "loss_per_rank": torch.stack(losses).tolist()})
+        if rank == 0:  # one is enough: the replicas are equal; the others wait in their next collective
+            epochs[-1]["accuracy"] = accuracy(net, test_images, test_labels)
+            per_rank = " ".join(f"{loss:.3f}" for loss in epochs[-1]["loss_per_rank"])
+            report.log("rank0", f"epoch {epoch + 1:2}  test accuracy {epochs[-1]['accuracy']:.1%}  "
+                                f"loss of each rank {per_rank}")
+            if args.checkpoint:  # rank 0 only: the others would race for the file
+                checkpoint.save(args, {"model": net.state_dict(), "optimizer": optimizer.state_dict(),
+                                       "epochs": epochs})
 
-        if not equal_on_all_ranks(net):
-            raise ArithmeticError("the replicas have drifted apart")
-        of_each_rank = [{}] * world_size
-        if args.timeline:
-            dist.all_gather_object(of_each_rank, timeline.recorded())
-        if rank != 0:
-            return None
-        samples = (args.epochs - first_epoch) * sum(joined_batch_sizes)
-        return {"epochs": epochs, "test_accuracy": accuracy(net, test_images, test_labels), "sync": args.sync,
-                "samples_per_s": samples / train_s if samples else None, "backend": backend,
-                "spans": of_each_rank}
-
+    if not equal_on_all_ranks(net):
+        raise ArithmeticError("the replicas have drifted apart")
+    of_each_rank = [{}] * world_size
+    if args.timeline:
+        dist.all_gather_object(of_each_rank, timeline.recorded())
+    dist.destroy_process_group()
+    if rank != 0:
+        return None
+    samples = (args.epochs - first_epoch) * sum(joined_batch_sizes)
+    return {"epochs": epochs, "test_accuracy": accuracy(net, test_images, test_labels), "sync": args.sync,
+            "samples_per_s": samples / train_s if samples else None, "backend": backend,
+            "spans": of_each_rank}
 
 def plot_timeline(of_each_rank, args):
     """Draw the last few steps of the training: `timeline.png`."""
@@ -228,21 +231,20 @@ CHECK_STEPS = 5
 
 def train_for_check(rank, world_size, args):
     """A few steps without dropout with each --sync; rank 0 returns the first gradient and the last weights."""
-    with process_group(rank, world_size, args.timeout):
-        results = {}
-        for sync in SYNCS:
-            args.sync = sync
-            net, model, optimizer, average = build(args, torch.device("cpu"))
-            net.eval()
-            for step, (images, labels, share) in enumerate(batches_for_check(rank, world_size, args)):
-                train_step(model, optimizer, average, images, labels, share)
-                if step == 0:
-                    gradient = torch.cat([param.grad.flatten() for param in net.parameters()]).tolist()
-            results |= {f"{sync}, gradient of the first step": gradient,
-                        f"{sync}, weights after {CHECK_STEPS} steps": weights(net).tolist(),
-                        f"{sync}, ranks alike": [equal_on_all_ranks(net)]}
-        return results if rank == 0 else None
-
+    dist.init_process_group(**group_options(args), rank=rank, world_size=world_size)
+    results = {}
+    for sync in SYNCS:
+        args.sync = sync
+        net, model, optimizer, average = build(args, torch.device("cpu"))
+        net.eval()
+        for step, (images, labels, share) in enumerate(batches_for_check(rank, world_size, args)):
+            train_step(model, optimizer, average, images, labels, share)
+            if step == 0:
+                gradient = torch.cat([param.grad.flatten() for param in net.parameters()]).tolist()
+        results |= {f"{sync}, gradient of the first step": gradient,
+                    f"{sync}, weights after {CHECK_STEPS} steps": weights(net).tolist(),
+                    f"{sync}, ranks alike": [equal_on_all_ranks(net)]}
+    return results if rank == 0 else None
 
 def batches_for_check(rank, world_size, args):
     """The first few pieces of `rank`, in any process."""

@@ -32,6 +32,11 @@ import threading
 import time
 
 import torch
+from common import report, timeline
+from common.cli import Parser, bounded
+from common.launch import launch
+from common.session import device_for, rpc_options, wait_all
+from common.vision import import_torchvision
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.rpc import RRef
@@ -39,11 +44,6 @@ from torch.futures import Future
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from common import report, timeline
-from common.cli import Parser, bounded
-from common.launch import launch
-from common.session import device_for, rpc_session
-from common.vision import import_torchvision
 from param_server.single_process import batch_updates_alone
 
 CHECK_UPDATES, PUSHES = 2, 5
@@ -140,9 +140,9 @@ class BatchUpdateParameterServer:
                 self.sum += sent
             self.arrived.add(rank)
             future_model = self.future_model
-            # Of what completes the future, each trainer gets its part. If it fails, `wait` raises, and so the RPC does.
+            # Of what completes the future, each trainer gets its part.
             answer = future_model.then(lambda fut: (fut.wait()[0], fut.wait()[1] - arrived))
-            if len(self.arrived) < self.batch_update_size or future_model.done():
+            if len(self.arrived) < self.batch_update_size:
                 return answer
             with timeline.span("step"):
                 self.sum /= self.batch_update_size
@@ -154,15 +154,6 @@ class BatchUpdateParameterServer:
         # `weights` itself, no copy: nobody sends the next gradient before it has them, so nothing changes until then.
         future_model.set_result((self.weights, time.perf_counter()))
         return answer
-
-    def abandon(self, fut):
-        """When a trainer has failed, its batch will never be full: let all who wait for it fail, too."""
-        try:
-            fut.value()
-        except Exception as error:  # of whatever kind it was there
-            with self.lock:
-                if not self.future_model.done():
-                    self.future_model.set_exception(error)
 
 
 class Trainer:
@@ -219,16 +210,7 @@ def run_trainers(server, function, args):
     ps_rref = RRef(server)
     names = [TRAINER_NAME.format(rank) for rank in range(1, args.world_size)]
     # A training takes as long as it takes: no timeout. Every update in it has one.
-    futs = [rpc.rpc_async(name, function, args=(ps_rref, args), timeout=0) for name in names]
-    for fut in futs:
-        fut.add_done_callback(server.abandon)
-    try:
-        return [fut.wait() for fut in futs]
-    except RuntimeError as error:
-        if "set timeout" not in str(error):
-            raise
-        late = [name for rank, name in enumerate(names, 1) if rank not in server.arrived]
-        raise TimeoutError(f"no gradient from {', '.join(late)} for {args.timeout:g} s") from None
+    return wait_all([rpc.rpc_async(name, function, args=(ps_rref, args), timeout=0) for name in names])
 
 
 def peak_memory():
@@ -240,11 +222,14 @@ def run_worker(rank, world_size, args):
     """Rank 0 serves, starts the trainers and returns the metrics."""
     if args.timeline:
         timeline.start(role_name(rank, world_size))
-    with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout):
-        if rank != 0:
-            return None
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args))
+    if rank == 0:
         server = BatchUpdateParameterServer(args)
         trainers = run_trainers(server, run_trainer, args)
+    rpc.shutdown()  # waits for everyone: until then, the trainers do what they are asked
+    if rank != 0:
+        return None
     updates = list(zip(*(trainer["updates"] for trainer in trainers), strict=True))  # each of all trainers
     seconds = [max(told["seconds"] for told in update) for update in updates]
     spans = dict(item for trainer in trainers for item in trainer["spans"].items())
@@ -268,9 +253,10 @@ def push_known_gradients(ps_rref, args):
 def record(rank, world_size, args):
     """For `check`, in double precision: two updates, and then many known gradients on weights that are zero."""
     torch.set_default_dtype(torch.float64)
-    with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout):
-        if rank != 0:
-            return None
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args))
+    recorded = None
+    if rank == 0:
         server = BatchUpdateParameterServer(args)
         trainers = run_trainers(server, run_trainer, args)
         losses = [[told["loss"] for told in trainer["updates"]] for trainer in trainers]
@@ -283,7 +269,9 @@ def record(rank, world_size, args):
         server.weights.zero_()
         run_trainers(server, push_known_gradients, args)
         pushed = server.weights[: server.n_params]
-        return {**recorded, "pushed": [pushed.min().item(), pushed.max().item()]}
+        recorded["pushed"] = [pushed.min().item(), pushed.max().item()]
+    rpc.shutdown()
+    return recorded
 
 
 def check(args):

@@ -27,13 +27,18 @@ Last line, about:
 import collections
 import contextlib
 import copy
-import ctypes
 import itertools
 import threading
 import time
 
 import torch
 import torch.distributed.autograd as dist_autograd
+from common import checkpoint, report
+from common.cli import Parser, bounded, refuse, starts_rank
+from common.data import add_data_flags, fetch_data, load_data
+from common.launch import launch
+from common.session import device_for, rpc_options
+from common.worker_env import keep_memory
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
@@ -42,16 +47,10 @@ from torch.func import functional_call
 from torch.futures import Future
 from torch.nn import functional as F
 
-from common import checkpoint, report
-from common.cli import Parser, bounded, refuse, starts_rank
-from common.data import add_data_flags, fetch_data, load_data
-from common.launch import launch
-from common.session import device_for, rpc_session
 from param_server.single_process import train_alone
 
 CHECK_STEPS, PUSHES = 10, 20
 EVERY = 97  # of more than a million weights, the check compares every so many
-M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # of glibc's malloc.h
 SERVER_NAME = "parameter_server"
 TRAINER_NAME = "trainer{}"
 
@@ -291,27 +290,18 @@ def get_accuracy(test_set, net):
     return (guesses == labels).double().mean().item()
 
 
-def keep_memory():
-    """Let the C library keep freed memory: giving it back and getting it again cost the server a fifth of its time.
-
-    Only glibc does so in the threads in which RPC runs; elsewhere there is nothing to do.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for parameter, size in ((M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**30)):
-            mallopt(parameter, size)
-
-
 def run_worker(rank, world_size, args):
     """Rank 0 serves; the others train, and the first of them returns the metrics."""
     if rank == 0:
-        keep_memory()
+        keep_memory(blocks_up_to=2**25)
         get_parameter_server(args)  # with the flags of this process: the checkpoint is on this machine
-    with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout):
-        if rank == 0:
-            return None  # nothing to do but answer, until everyone has left
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args))
+    metrics = None
+    if rank != 0:
         train_set, test_set = load_data(args)
         metrics = run_training_loop(rank, train_set, test_set, args)
+    rpc.shutdown()  # waits for everyone: until then, the server answers the trainers' calls
     if metrics is None:
         return None
     per_trainer = metrics["per_trainer"]
@@ -327,9 +317,10 @@ def run_worker(rank, world_size, args):
 
 def record(rank, world_size, args):
     """For `check`: gradients of all trainers at the same time, steps of one alone, known gradients of all again."""
-    with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout):
-        if rank == 0:
-            return None
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args))
+    recorded = None
+    if rank != 0:
         net = TrainerNet(args)
         opt = DistributedOptimizer(SGD, net.get_global_param_rrefs(), lr=args.lr)
         server, gradients, losses = net.param_server_rref.rpc_sync(timeout=0), [], []
@@ -351,8 +342,11 @@ def record(rank, world_size, args):
                 opt.step(cid)
         server.gather(rank, None)
         pushed = (before - server.weights()) / args.lr
-        return {"losses": losses, "weights": before[::EVERY].tolist(), "gradients": gradients,
-                "pushed": [pushed.min().item(), pushed.max().item()]} if rank == 1 else None
+        if rank == 1:
+            recorded = {"losses": losses, "weights": before[::EVERY].tolist(), "gradients": gradients,
+                        "pushed": [pushed.min().item(), pushed.max().item()]}
+    rpc.shutdown()
+    return recorded
 
 
 def first_batches(rank, args):
@@ -393,7 +387,7 @@ def plot(metrics, args):
 def build_parser():
     """The flags of this example."""
     parser = Parser("param_server", __doc__, world_size=3, min_world_size=2)
-    parser.set_defaults(by_hand_master_addr="localhost")  # as in the tutorial, where --rank alone is enough
+    parser.set_defaults(default_master_addr="localhost")  # as in the tutorial, where --rank alone is enough
     add, count = parser.add_argument, bounded(int, at_least=1)
     add_data_flags(parser)
     add("--epochs", type=count, default=20, metavar="N", help="times that every trainer goes through its images")

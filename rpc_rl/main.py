@@ -27,14 +27,14 @@ import time
 
 import gymnasium as gym
 import torch
+from common import checkpoint, report, timeline
+from common.cli import Parser, bounded, refuse
+from common.launch import launch
+from common.session import device_for, rpc_options, wait_all
 from torch.distributed import rpc
 from torch.distributed.rpc import RRef
 from torch.distributions import Categorical
 
-from common import checkpoint, report, timeline
-from common.cli import Parser, bounded, refuse
-from common.launch import launch
-from common.session import device_for, rpc_session
 from rpc_rl.reinforce import Policy, policy_loss
 from rpc_rl.single_process import play_alone
 
@@ -136,9 +136,10 @@ class Agent:
 
         futs = {}
         for ob_id, ob_rref in self.ob_rrefs.items():
-            # Asynchronous RPCs, so that the observers play together; each calls back: nested RPCs.
-            futs[ob_id] = ob_rref.rpc_async().run_episode(self.agent_rref, self.n_steps, seeds[ob_id])
-        self.fell = {ob_id: fut.wait() for ob_id, fut in futs.items()}
+            # Asynchronous RPCs, so that the observers play together; each calls back: nested RPCs. No timeout: an
+            # episode takes as long as it takes. Each call within it has one.
+            futs[ob_id] = ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref, self.n_steps, seeds[ob_id])
+        self.fell = dict(zip(futs, wait_all(list(futs.values())), strict=True))
 
     def log_probs(self):
         """Log-probabilities of the recorded actions, observer after observer, with their graph: shape (steps,)."""
@@ -179,55 +180,63 @@ class Agent:
         self.history = state["history"]
 
 
+def train(agent, world_size, args):
+    """Play and learn, episode by episode, until CartPole is solved; the metrics."""
+    if args.resume:
+        agent.load_state_dict(checkpoint.load(args), args.lr)
+    history, resumed_steps, started = agent.history, agent.history["env_steps"], time.perf_counter()
+    with report.progress(args.max_episodes, "episode", history["episodes"]) as bar:
+        while history["running_reward"] <= args.reward_threshold and history["episodes"] < args.max_episodes:
+            agent.run_episode()
+            with timeline.span("finish_episode"):
+                last_reward = agent.finish_episode()
+
+            bar.set_postfix_str(f"running reward {history['running_reward']:.1f}", refresh=False)
+            bar.update()
+            if history["episodes"] % args.log_interval == 0:
+                if bar.disable:  # not a terminal
+                    report.log(AGENT_NAME, f"episode {history['episodes']}  last reward {last_reward:.0f}  "
+                                           f"running reward {history['running_reward']:.2f}")
+                if args.checkpoint:
+                    checkpoint.save(args, agent.state_dict())
+    train_s = time.perf_counter() - started
+    if args.checkpoint:
+        checkpoint.save(args, agent.state_dict())
+    metrics = {"solved": history["running_reward"] > args.reward_threshold,
+               "env_steps_per_s": (history["env_steps"] - resumed_steps) / train_s, **history}
+    if args.timeline:
+        metrics["spans"] = timeline.recorded()
+        for ob_rank in range(1, world_size):
+            metrics["spans"] |= rpc.rpc_sync(OBSERVER_NAME.format(ob_rank), timeline.recorded)
+    return metrics
+
+
 def run_worker(rank, world_size, args):
     """Rank 0 trains and returns the metrics; the others wait passively for its commands."""
     if args.timeline:
         timeline.start(role_name(rank, world_size))
-    with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout, RPC_THREADS):
-        if rank != 0:
-            return None
-        agent = Agent(world_size, args)
-        if args.resume:
-            agent.load_state_dict(checkpoint.load(args), args.lr)
-        history, resumed_steps, started = agent.history, agent.history["env_steps"], time.perf_counter()
-        with report.progress(args.max_episodes, "episode", history["episodes"]) as bar:
-            while history["running_reward"] <= args.reward_threshold and history["episodes"] < args.max_episodes:
-                agent.run_episode()
-                with timeline.span("finish_episode"):
-                    last_reward = agent.finish_episode()
-
-                bar.set_postfix_str(f"running reward {history['running_reward']:.1f}", refresh=False)
-                bar.update()
-                if history["episodes"] % args.log_interval == 0:
-                    if bar.disable:  # not a terminal
-                        report.log(AGENT_NAME, f"episode {history['episodes']}  last reward {last_reward:.0f}  "
-                                               f"running reward {history['running_reward']:.2f}")
-                    if args.checkpoint:
-                        checkpoint.save(args, agent.state_dict())
-        train_s = time.perf_counter() - started
-        if args.checkpoint:
-            checkpoint.save(args, agent.state_dict())
-        metrics = {"solved": history["running_reward"] > args.reward_threshold,
-                   "env_steps_per_s": (history["env_steps"] - resumed_steps) / train_s, **history}
-        if args.timeline:
-            metrics["spans"] = timeline.recorded()
-            for ob_rank in range(1, world_size):
-                metrics["spans"] |= rpc.rpc_sync(OBSERVER_NAME.format(ob_rank), timeline.recorded)
-        return metrics
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, RPC_THREADS))
+    metrics = train(Agent(world_size, args), world_size, args) if rank == 0 else None
+    rpc.shutdown()  # waits for everyone: until then, the observers answer the agent's calls
+    return metrics
 
 
 def record_episode(rank, world_size, args):
     """For `check`: what the agent recorded of one episode over RPC, and the gradient it trained with."""
-    with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout, RPC_THREADS):
-        if rank != 0:
-            return None
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, RPC_THREADS))
+    recorded = None
+    if rank == 0:
         agent = Agent(world_size, args)
         agent.run_episode()
         log_probs = agent.log_probs().tolist()
         agent.finish_episode()
         gradient = torch.cat([parameter.grad.flatten() for parameter in agent.policy.parameters()]).tolist()
-        return {"actions": sum(agent.actions.values(), []), "rewards": sum(agent.rewards.values(), []),
-                "log_probs": log_probs, "gradient": gradient}
+        recorded = {"actions": sum(agent.actions.values(), []), "rewards": sum(agent.rewards.values(), []),
+                    "log_probs": log_probs, "gradient": gradient}
+    rpc.shutdown()
+    return recorded
 
 
 def check(args):

@@ -24,7 +24,6 @@ Last line, about:
     loss 2.30 -> 1.20 (the source's entropy is 1.18) | validation perplexity 3.33 | 129 steps/s, 7 RPC round trips ...
 """
 
-import contextlib
 import math
 import time
 from pathlib import Path
@@ -32,14 +31,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
+from common import checkpoint, report
+from common.cli import Parser, bounded, refuse, starts_rank
+from common.launch import launch
+from common.session import device_for, group_options, rpc_options
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from common import checkpoint, report
-from common.cli import Parser, bounded, refuse, starts_rank
-from common.launch import launch
-from common.session import device_for, process_group, rpc_session
 from rpc_rnn.language import VAL_SHARE, columns, get_next_batch, load_language
 from rpc_rnn.model import RNNModel, _parameter_rrefs
 from rpc_rnn.saving import OPTIMIZERS_WITH_STATE, restore, save
@@ -180,18 +179,26 @@ def generate(model, language, args):
 
 def run_worker(rank, world_size, args):
     """Rank 0 serves; the others train, and the first of them returns the metrics."""
-    with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout, RPC_THREADS):
-        if rank == 0:
-            return None  # nothing to do but answer, until everyone has left
-        with trainers_group(rank, world_size, args):
-            return _run_trainer(rank, world_size, args)
+    join(rank, world_size, args)
+    metrics = _run_trainer(rank, world_size, args) if rank != 0 else None
+    leave()
+    return metrics
 
 
-def trainers_group(rank, world_size, args):
-    """Several trainers talk to each other in a process group of their own: rank 1 is the first in it."""
-    if world_size == 2:
-        return contextlib.nullcontext()
-    return process_group(rank - 1, world_size - 1, args.timeout, device_for(args.device))
+def join(rank, world_size, args):
+    """Everybody joins the RPC world; several trainers also a process group of their own, in which rank 1 is first."""
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, RPC_THREADS))
+    if rank != 0 and world_size > 2:
+        dist.init_process_group(**group_options(args, device_for(args.device)), rank=rank - 1,
+                                world_size=world_size - 1)
+
+
+def leave():
+    """Wait for everyone: until then, the server answers the trainers' calls."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    rpc.shutdown()
 
 
 class Recorder:
@@ -208,19 +215,20 @@ class Recorder:
 
 def record_step(rank, world_size, args):
     """For `check`: one step without dropout; the first trainer returns its loss, gradients and new weights."""
-    with rpc_session(role_name(rank, world_size), rank, world_size, args.timeout, RPC_THREADS):
-        if rank == 0:
-            return None
-        with trainers_group(rank, world_size, args):
-            n_trainers, language = world_size - 1, load_language(args)
-            table = columns(language.train, args.batch_size, rank - 1, n_trainers)
-            model = RNNModel("ps", language.ntoken, args.ninp, args.nhid, args.nlayers, 0, args.seed, args.device)
-            opt = Recorder(make_optimizer(model, rank, args), model)
-            data, target = next(get_next_batch(table, args.bptt))
-            hidden = model.init_hidden(args.batch_size)
-            loss, _, _ = train_step(model, opt, nn.CrossEntropyLoss(), data, target, hidden)
-            loss = mean_over_trainers(loss)
-            return by_part(loss, opt.gradients, model.weights()) if rank == 1 else None
+    join(rank, world_size, args)
+    recorded = None
+    if rank != 0:
+        n_trainers, language = world_size - 1, load_language(args)
+        table = columns(language.train, args.batch_size, rank - 1, n_trainers)
+        model = RNNModel("ps", language.ntoken, args.ninp, args.nhid, args.nlayers, 0, args.seed, args.device)
+        opt = Recorder(make_optimizer(model, rank, args), model)
+        data, target = next(get_next_batch(table, args.bptt))
+        hidden = model.init_hidden(args.batch_size)
+        loss, _, _ = train_step(model, opt, nn.CrossEntropyLoss(), data, target, hidden)
+        loss = mean_over_trainers(loss)
+        recorded = by_part(loss, opt.gradients, model.weights()) if rank == 1 else None
+    leave()
+    return recorded
 
 
 def check(args):

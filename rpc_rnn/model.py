@@ -5,12 +5,11 @@ import threading
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
+from common.session import device_for
 from torch import nn
 from torch.distributed import rpc
 from torch.distributed.rpc import RRef
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-from common.session import device_for
 
 
 def _parameter_rrefs(module):

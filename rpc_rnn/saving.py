@@ -4,10 +4,9 @@ import io
 
 import torch
 import torch.distributed as dist
+from common import checkpoint
 from torch import optim
 from torch.distributed import rpc
-
-from common import checkpoint
 
 
 class SGD(optim.SGD):

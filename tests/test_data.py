@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-
 from common.data import fetch_data, load_data
 from common.vision import import_torchvision
 

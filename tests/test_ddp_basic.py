@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from common import checkpoint
 from common.data import load_data
 from common.vision import import_torchvision
+
 from ddp_basic import elastic
 from ddp_basic import main as ddp_basic
 from ddp_basic.toy import ToyModel, ToyMpModel, seeded, toy_samples

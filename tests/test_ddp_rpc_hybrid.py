@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
+from common.launch import launch
+from common.session import device_for, rpc_session
 from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 
-from common.launch import launch
-from common.session import device_for, rpc_session
 from ddp_rpc_hybrid import main as hybrid
 from tests.helpers import bad, commands_in, end, faulty, nothing_left, run, running, script, torchrun, workers
 

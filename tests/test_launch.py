@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from common import cli
 from common.launch import launch
 from common.place import core_count, interface_towards, is_loopback

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 import torch
-
 from common.session import device_for
+
 from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet import schedules
 from model_parallel_resnet.main import micro_batches

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-
 from common.launch import launch
 from common.session import process_group
 from common.vision import import_torchvision
+
 from p2p_collectives import init_methods, ring_allreduce, train
 from p2p_collectives import main as demos
 from p2p_collectives.partition import DataPartitioner

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.nn import functional as F
-
 from common.data import load_data
 from common.vision import import_torchvision
+from torch.nn import functional as F
+
 from param_server import main as param_server
 from tests.helpers import bad, commands_in, end, faulty, nothing_left, run, running, script, torchrun, workers
 

@@ -13,10 +13,10 @@ import time
 
 import pytest
 import torch
-
 from common import cli
 from common.launch import launch
 from common.session import rpc_session
+
 from rpc_rl import main as rpc_rl
 from rpc_rl.reinforce import Policy, discounted_returns, policy_loss
 from tests.helpers import (

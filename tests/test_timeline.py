@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
-
 from common import timeline
+
 from p2p_collectives import train
 from rpc_rl import main as rpc_rl
 
