@@ -1,22 +1,31 @@
 # make demo    CartPole over RPC, trained until solved (about 75 s on 2 cores, after the installation)
+# make quick   the tests that one runs after each edit
 # make test    the whole test suite, on the CPU
+# make soak    kills, full disks and mixed runs, again and again; writes docs/reliability.md
 # make lint    ruff
 # make bench   the numbers of the READMEs, measured again
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo quick test soak lint bench clean
 
 demo: .venv/ready
 	$(BIN)/python rpc_rl/main.py --world_size 3
 
+quick: .venv/ready
+	$(BIN)/python -m pytest -m quick -n 2
+
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
+
+soak: .venv/ready
+	$(BIN)/python -m tests.soak
 
 lint: .venv/ready
 	$(BIN)/ruff check .
 
 bench: .venv/ready
+	$(BIN)/python benchmarks/start.py --commands --output_dir docs/results/benchmark_start
 	$(BIN)/python rpc_rl/main.py --world_size 3 --output_dir docs/results/rpc_rl
 	$(BIN)/python benchmarks/rpc_rl.py --output_dir docs/results/benchmark_rpc_rl
 	$(BIN)/python benchmarks/rpc_rl_seeds.py --seeds 0 1 2 3 4
@@ -38,9 +47,9 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/model_parallel_resnet.py --num_splits 2 4 8 --output_dir docs/results/benchmark_model_parallel_resnet
 	for sync in per_parameter flat ddp; do $(BIN)/python p2p_collectives/train.py --sync $$sync; done
 
-.venv/ready: requirements.txt pyproject.toml
+.venv/ready: requirements.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
 	touch $@
 
 clean:

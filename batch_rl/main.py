@@ -33,7 +33,7 @@ import time
 
 import gymnasium as gym
 import torch
-from common import report
+from common import cli, report
 from common.cli import Parser, bounded, refuse
 from common.launch import launch
 from common.session import device_for, rpc_options, wait_all
@@ -50,6 +50,7 @@ from batch_rl.single_process import replay
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
 RPC_THREADS = 2  # more only queue for the interpreter lock
+ENV_BYTES, STEP_BYTES = 4000, 200  # an environment, and what is kept of each of its steps, at least
 
 
 def role_name(rank, world_size):
@@ -285,7 +286,8 @@ def build_parser():
     parser = Parser("batch_rl", __doc__, world_size=None, min_world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--mode", choices=["compare", "train"], default="compare", help="the tutorial's experiment, or until solved")
-    add("--observers", type=count, nargs="+", metavar="N",
+    observers = bounded(int, at_least=1, at_most=cli.MOST_PROCESSES - 1)
+    add("--observers", type=observers, nargs="+", metavar="N",
         help="how many observers; several, one after the other, to compare (default: 1 2 5 10 to compare, 5 to train)")
     add("--envs_per_observer", type=count, default=1, metavar="K", help="environments of each observer, in one request")
     add("--num_episode", type=count, default=2, metavar="N", help="episodes to time in each mode, after a warm-up")
@@ -302,18 +304,26 @@ def build_parser():
 def parse_args(argv, parser):
     """The flags, with `observers` as a list, whatever was given."""
     args = parser.parse_args(argv)
-    if args.world_size is not None:  # torchrun's, or of ranks started by hand: all but the agent observe
+    given = None if args.observers is None else cli.given(args, "observers")
+    if args.world_size is not None:  # torchrun's, or of a manual launch: all but the agent observe
         if args.observers not in (None, [args.world_size - 1]):
-            refuse("--observers", " ".join(map(str, args.observers)), f"{args.world_size - 1} with "
-                   f"{args.world_size} processes, or nothing")
+            refuse(f"{given} must be {args.world_size - 1} with --world_size {args.world_size}: all "
+                   "processes but the agent are observers")
         args.observers = [args.world_size - 1]
     elif args.observers is None:
         args.observers = [3] if args.check else [5] if args.mode == "train" else [1, 2, 5, 10]
+    else:
+        cli.require_processes(given, max(args.observers) + 1)
     if len(args.observers) > 1 and (args.check or args.mode == "train"):
-        refuse("--observers", " ".join(map(str, args.observers)), "one number, except to compare")
+        why = "--check" if args.check else "--mode train"
+        refuse(f"{given} must be a single number with {why}")
     if args.mode == "train" and args.num_steps <= args.reward_threshold:
-        refuse("--num_steps", args.num_steps, f"more than the threshold of {args.reward_threshold:g}")
+        refuse(f"--num_steps {args.num_steps} must be above --reward_threshold "
+               f"{args.reward_threshold:g}: otherwise no episode is long enough")
     args.world_size = max(args.observers) + 1
+    of_observer = args.envs_per_observer * (ENV_BYTES + args.num_steps * STEP_BYTES)
+    observers_here = sum(rank > 0 for rank in cli.ranks_here(args))
+    cli.require_memory(args, ["envs_per_observer", "num_steps"], observers_here * of_observer)
     return args
 
 

@@ -3,13 +3,14 @@
     python benchmarks/ddp_rpc_hybrid.py --rounds 3
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from common.cli import PlainParser, bounded
 
 MAIN = Path(__file__).resolve().parent.parent / "ddp_rpc_hybrid" / "main.py"
 COLUMNS = ("ms_per_step", "bytes_per_step", "table_gradient_bytes")
@@ -18,9 +19,10 @@ RUNS = [(rows, sparse) for rows in (100, 1_000_000) for sparse in (False, True)]
 
 def build_parser():
     """How often, and for how long."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
-    parser.add_argument("--epochs", type=int, default=20, help="of ten batches of each trainer")
+    parser, count = PlainParser(__doc__), bounded(int, at_least=1)
+    parser.add_argument("--rounds", type=count, default=3, metavar="N", help="runs of each kind")
+    parser.add_argument("--epochs", type=count, default=20, metavar="N",
+                        help="of ten batches of each trainer")
     return parser
 
 

@@ -20,6 +20,7 @@ from common.cli import bounded  # noqa: E402
 from common.worker_env import keep_memory  # noqa: E402
 
 from model_parallel_resnet import main as rpc_pipeline  # noqa: E402
+from model_parallel_resnet import schedules  # noqa: E402
 from model_parallel_resnet.single_process import train_alone  # noqa: E402
 
 FOLDER = Path(rpc_pipeline.__file__).parent
@@ -31,7 +32,7 @@ PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "
 
 def build_parser():
     """The flags of the example, and how often."""
-    parser = rpc_pipeline.build_parser(__doc__, "benchmark_model_parallel_resnet")
+    parser = rpc_pipeline.build_parser(__doc__, "benchmark_model_parallel_resnet", distributed=False)
     parser.set_defaults(num_splits=[4, 8], num_batches=3)
     parser.add_argument("--rounds", type=bounded(int, at_least=1), default=1, metavar="N", help="runs of each way")
     return parser
@@ -51,6 +52,8 @@ def run(command, args):
 def main(argv=None):
     """Print and write the medians of all rounds, and how many times as fast as one process they are."""
     args = build_parser().parse_args(argv)
+    rpc_pipeline.require_sizes(args, [["batch", "first half", "second half"]])  # of the one process
+    schedules.require_stages(args)
     torch.set_num_threads(1)
     keep_memory()  # as in all processes of the other ways
     seconds = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
 
 from common import report  # noqa: E402
-from common.cli import bounded  # noqa: E402
+from common.cli import bounded, refuse  # noqa: E402
 from common.data import load_data  # noqa: E402
 from common.launch import launch  # noqa: E402
 from common.session import rpc_options  # noqa: E402
@@ -61,15 +61,17 @@ def build_parser():
     """The flags of param_server, whose steps are timed, and how long."""
     parser = param_server.build_parser()
     parser.description = __doc__
-    parser.set_defaults(example="benchmark_param_server", output_dir=Path("outputs", "benchmark_param_server"))
+    parser.set_defaults(example="benchmark_param_server", world_size=2,
+                        output_dir=Path("outputs", "benchmark_param_server"))
     parser.add_argument("--rounds", type=bounded(int, at_least=1), default=5, metavar="N", help="epochs")
     return parser
 
 
 def main(argv=None):
     """Print both times and write metrics.json."""
-    args = build_parser().parse_args(argv)
-    args.world_size = 2
+    args = param_server.parse_args(argv, build_parser())
+    if args.world_size != 2:
+        refuse(f"--world_size {args.world_size} must be 2: a server and one trainer are timed")
     metrics = launch(run_worker, args, param_server.role_name)
     if metrics is None:
         return None

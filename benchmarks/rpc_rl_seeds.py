@@ -4,7 +4,6 @@
     python benchmarks/rpc_rl_seeds.py --seeds 0 1 2 3 4 --time_limit end       the tutorial's returns
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -12,16 +11,21 @@ import sys
 import tempfile
 from pathlib import Path
 
+from common.cli import LARGEST_SEED, PlainParser, bounded
+
 MAIN = Path(__file__).resolve().parent.parent / "rpc_rl" / "main.py"
 COLUMNS = ("episodes", "env_steps", "env_steps_per_s", "wall_s")
 
 
 def build_parser():
     """The seeds, and two flags of rpc_rl."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--time_limit", choices=["continue", "end"], default="continue")
-    parser.add_argument("--max_episodes", type=int, default=2000)
+    parser, seed = PlainParser(__doc__), bounded(int, at_least=0, at_most=LARGEST_SEED)
+    parser.add_argument("--seeds", type=seed, nargs="+", default=[0, 1, 2, 3, 4], metavar="N",
+                        help="one run for each")
+    parser.add_argument("--time_limit", choices=["continue", "end"], default="continue",
+                        help="see rpc_rl")
+    parser.add_argument("--max_episodes", type=bounded(int, at_least=1), default=2000, metavar="N",
+                        help="give up after so many")
     return parser
 
 

@@ -22,7 +22,7 @@ sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(_
 
 import torch.distributed.autograd as dist_autograd  # noqa: E402
 from common import report  # noqa: E402
-from common.cli import bounded  # noqa: E402
+from common.cli import bounded, refuse  # noqa: E402
 from common.launch import launch  # noqa: E402
 from common.session import rpc_options  # noqa: E402
 from torch import nn  # noqa: E402
@@ -141,8 +141,9 @@ def build_parser():
 
 def main(argv=None):
     """Print the tables and write metrics.json."""
-    args = build_parser().parse_args(argv)
-    args.world_size = 2
+    args = rpc_rnn.parse_args(argv, build_parser())
+    if args.world_size != 2:
+        refuse(f"--world_size {args.world_size} must be 2: a server and one trainer are timed")
     metrics = launch(run_worker, args, rpc_rnn.role_name)
     if metrics is None:
         return None

@@ -1,49 +1,75 @@
 """Checkpoints: written whole or not at all, read with `weights_only=True`, and only those of the same example."""
 
+import io
+
 import torch
-from common.cli import refuse, starts_rank
+from common.cli import reason_of, refuse, shortened, starts_rank
 from common.report import replacing
 
 
+class NotSavedError(Exception):
+    """Says what has happened in words that go on after "rank 0 (agent) ..."."""
+
+
 def save(args, state):
-    """Write `state` (tensors and plain Python values) to `args.checkpoint`."""
-    with replacing(args.checkpoint) as temporary:
-        torch.save({"example": args.example, **state}, temporary)
+    """Write `state` (tensors and plain Python values) to `args.checkpoint`.
+
+    Raises:
+        NotSavedError: if the disk is full, or the folder has become read-only; the file is as it was.
+    """
+    whole = io.BytesIO()  # torch.save to a file would hide that a disk is full: "unexpected pos 576 vs 534"
+    torch.save({"example": args.example, **state}, whole)
+    try:
+        with replacing(args.checkpoint) as temporary:
+            temporary.write_bytes(whole.getbuffer())
+    except OSError as error:
+        raise NotSavedError(f"could not write {shortened(args.checkpoint)}: {error.strerror}") from None
 
 
-def load(args):
+def load(args, needs=()):
     """The state in `args.checkpoint`, as `save` was given it, on the CPU.
 
     Raises:
-        SystemExit: 2 after one line, if the file is missing, truncated or not a checkpoint of this example.
+        SystemExit: 2 after one line, if the file is missing, truncated or not a checkpoint of this
+            example, or if something is not in it that the example `needs`.
     """
     try:
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        refuse("--checkpoint", args.checkpoint, "an existing file with --resume", args.checkpoint_rank)
+        reject(args, "must be an existing file with --resume")
+    except OSError as error:
+        reject(args, f"must be a file that can be read ({reason_of(error)})")
     except Exception:  # whatever torch.load makes of bytes that it did not write
         state = None
-    if not isinstance(state, dict) or state.get("example") != args.example:
-        refuse("--checkpoint", args.checkpoint, f"a whole checkpoint of {args.example}: this file is something else",
-               args.checkpoint_rank)
+    ours = isinstance(state, dict) and state.get("example") == args.example
+    if not ours or not state.keys() >= {*needs}:
+        reject(args, f"is not a whole checkpoint of {args.example}; give another file")
     return state
 
 
-def inspect(args, model=None):
+def inspect(args, needs=(), make_model=None):
     """Before any process starts: the state to resume from, or None; never lose a file that is not a checkpoint.
 
     Args:
         args: the parsed flags.
-        model: whose weights are under "model" in the state; a checkpoint of another model is refused.
+        needs: what must be in the state.
+        make_model: makes the one whose weights are under "model" in the state; those of another
+            model are refused.
     """
     if args.checkpoint is None or not starts_rank(args, args.checkpoint_rank):
         return None
-    state = load(args) if args.resume or args.checkpoint.exists() else None
-    if state and model and _shapes(state.get("model", {})) != _shapes(model.state_dict()):
-        refuse("--checkpoint", args.checkpoint, "a checkpoint of this very model: in this one the shapes differ",
-               args.checkpoint_rank)
+    state = load(args, needs) if args.resume or args.checkpoint.exists() else None
+    if state and make_model and _shapes(state.get("model")) != _shapes(make_model().state_dict()):
+        reject(args, "is of another model; give the flags of that one, or another file")
     return state if args.resume else None
 
 
+def reject(args, why):
+    """Refuse `--checkpoint`."""
+    refuse(f"--checkpoint {shortened(args.checkpoint)} {why}", args.checkpoint_rank)
+
+
 def _shapes(weights):
-    return {name: tensor.shape for name, tensor in weights.items()}
+    if not isinstance(weights, dict):
+        return None
+    return {name: getattr(tensor, "shape", None) for name, tensor in weights.items()}

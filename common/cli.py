@@ -1,7 +1,6 @@
 """The flags that all examples share, and their validation: bad input ends in one line before any process starts."""
 
 import argparse
-import contextlib
 import math
 import os
 import resource
@@ -15,13 +14,26 @@ import torch.distributed as dist
 from common.worker_env import address_of
 
 LARGEST_SEED = 2**31 - 1  # of which a few thousand seeds of generators are made, which must stay below 2**63
+LARGEST_INT = 2**63 - 1  # that tensors and their libraries can hold
 MOST_PROCESSES = 2**16  # on all machines together
+SHORTEST_S = 0.01  # below it, some libraries round to 0, and take that for "for ever"
 LONGEST_S = 10_000_000.0  # a third of a year: what the timers of all libraries can hold
 FILES_PER_RANK = 4  # that a launcher has open for each rank, at most
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser with the shared flags, a default in every help text, and one-line errors.
+class PlainParser(argparse.ArgumentParser):
+    """An argument parser without flags: a default in every help text, and one-line errors."""
+
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
+
+    def error(self, message):
+        """One line instead of argparse's usage and line."""
+        refuse(shortened(message, 500))
+
+
+class Parser(PlainParser):
+    """The parser of an example, with the shared flags.
 
     Args:
         example: the folder's name, which names the outputs too.
@@ -32,7 +44,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, example, description, world_size=1, min_world_size=1, distributed=True):
-        super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
+        super().__init__(description)
         self.distributed = distributed
         self.set_defaults(example=example, checkpoint_rank=0, default_master_addr=None, world_size=1, rank=None)
         add = self.add_argument
@@ -49,7 +61,8 @@ class Parser(argparse.ArgumentParser):
             add("--start_method", choices=["forkserver", "spawn"],
                 default="forkserver" if sys.platform == "linux" else "spawn",
                 help="how the processes are started; spawn is what mp.spawn does")
-            add("--timeout", type=bounded(float, above=0, at_most=LONGEST_S), default=60.0, metavar="S",
+            seconds = bounded(float, at_least=SHORTEST_S, at_most=LONGEST_S)
+            add("--timeout", type=seconds, default=60.0, metavar="S",
                 help="seconds that any wait for another process may take")
         add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where the models compute")
         add("--seed", type=bounded(int, at_least=0, at_most=LARGEST_SEED), default=0, help="of all random numbers")
@@ -81,16 +94,16 @@ class Parser(argparse.ArgumentParser):
             if args.master_addr is None:
                 refuse(f"--rank {args.rank} requires --master_addr HOST, the machine of rank 0")
         elif self.distributed:
-            require_processes("--world_size", args.world_size or 1)
+            require_processes(f"--world_size {args.world_size}", args.world_size or 1)
         if self.distributed and args.rank is None and args.master_addr is not None:
             refuse(f"--master_addr {args.master_addr} requires --rank R: it is for a manual launch, rank by rank")
         if args.device == "cuda" and not torch.cuda.is_available():
-            refuse("--device cuda needs a GPU, and torch sees none here; give auto or cpu")
+            refuse("--device cuda needs a GPU, and torch sees none here; give auto or cpu", None)
         if getattr(args, "resume", False) and args.checkpoint is None:
             refuse("--resume requires --checkpoint FILE, the file to continue from")
         if getattr(args, "checkpoint", None) is not None and starts_rank(args, args.checkpoint_rank):
             require_writable_file("--checkpoint", args.checkpoint, args.checkpoint_rank)
-        require_writable_folder("--output_dir", args.output_dir)
+        require_writable_folder("--output_dir", args.output_dir, rank=None)
         return args
 
     def _checked(self, flag, value):
@@ -98,10 +111,6 @@ class Parser(argparse.ArgumentParser):
             return self._get_value(self._option_string_actions[flag], value)
         except argparse.ArgumentError as error:
             self.error(str(error))
-
-    def error(self, message):
-        """One line instead of argparse's usage and line."""
-        refuse(message)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -118,8 +127,9 @@ def bounded(kind, at_least=None, above=None, at_most=None):
         kind: `int` or `float`.
         at_least, above, at_most: the bounds, each optional.
     """
-    words = [f"{word} {limit:g}" if isinstance(limit, float) else f"{word} {limit}" for word, limit in
-             (("at least", at_least), ("above", above), ("at most", at_most)) if limit is not None]
+    limits = (("at least", at_least), ("above", above), ("at most", at_most))
+    words = [f"{word} {limit:.15g}" if isinstance(limit, float) else f"{word} {limit}"
+             for word, limit in limits if limit is not None]
     accepted = f"{'a whole' if kind is int else 'a'} number {' and '.join(words)}".rstrip()
 
     def convert(text):
@@ -131,6 +141,8 @@ def bounded(kind, at_least=None, above=None, at_most=None):
         if (not valid or (at_least is not None and value < at_least) or (above is not None and value <= above)
                 or (at_most is not None and value > at_most)):
             raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not accepted; give {accepted}")
+        if kind is int and value > LARGEST_INT:
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not accepted; give a smaller one")
         return value
 
     return convert
@@ -139,10 +151,10 @@ def bounded(kind, at_least=None, above=None, at_most=None):
 def host(text):
     """An argparse type: a host's name or IPv4 address, which can be resolved."""
     try:
-        if ":" in text:
-            raise OSError("neither IPv6 nor a port")
+        if not text or ":" in text:
+            raise OSError
         address_of(text)
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:
         reason = "give the port with --master_port, and no IPv6" if ":" in text else (
             getattr(error, "strerror", None) or "no such host").lower()
         raise argparse.ArgumentTypeError(
@@ -150,22 +162,33 @@ def host(text):
     return text
 
 
-def require_processes(flag, number):
-    """Refuse `flag` if this machine cannot hold so many processes: each has open files, and takes 100 MB or more."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_PER_RANK
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 100_000_000
+def memory_bytes():
+    """Of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def require_processes(flags, number):
+    """Refuse `flags`, a text, if this machine cannot hold so many processes.
+
+    Each has open files and 100 MB or more. Not for torchrun and manual launches: they may have
+    several machines.
+    """
+    files, memory = resource.getrlimit(resource.RLIMIT_NOFILE)[0], memory_bytes() // 100_000_000
+    files = memory if files == resource.RLIM_INFINITY else files // FILES_PER_RANK
     most = max(2, min(files, memory))
     if number > most:
-        refuse(f"{flag} {number} is too much for this machine: it can hold at most {most} processes "
+        refuse(f"{flags} is too much for this machine, which can hold at most {most} processes "
                f"({'open files: ulimit -n' if files < memory else 'memory'})")
 
 
 def refuse(sentence, rank=0):
     """End with status 2 and one line, a whole sentence: "error: --rank 1 requires --master_addr HOST".
 
-    Under torchrun every rank gets here, or only the one that needs what is wrong: `rank` says the line, for all.
+    Under torchrun every rank gets here, or only the one that needs what is wrong: `rank` says the
+    line, for all. Where machines may differ, it is None, and the first rank of each machine does.
     """
-    if not dist.is_torchelastic_launched() or os.environ["RANK"] == str(rank):
+    name, speaker = ("LOCAL_RANK", 0) if rank is None else ("RANK", rank)
+    if not dist.is_torchelastic_launched() or os.environ[name] == str(speaker):
         print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -176,6 +199,13 @@ def shortened(text, length=80):
     return text if len(text) <= length else f"{text[: length // 2]}...{text[-length // 4 :]}"
 
 
+def given(args, *flags):
+    """Flags with their values, as on a command line."""
+    values = [getattr(args, flag) for flag in flags]
+    words = [" ".join(map(str, value)) if isinstance(value, list) else value for value in values]
+    return " ".join(f"--{flag} {shortened(value)}" for flag, value in zip(flags, words, strict=True))
+
+
 def starts_rank(args, rank):
     """Whether this command starts `rank`: only then must the files of that rank exist here."""
     if dist.is_torchelastic_launched():
@@ -183,12 +213,31 @@ def starts_rank(args, rank):
     return args.rank is None or args.rank == rank
 
 
-def require_memory(flags, n_bytes, rank=0):
-    """Refuse `flags`, a text, if what they ask for does not fit into the memory of this machine."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if n_bytes > memory:
-        refuse(f"{shortened(flags)} would need {n_bytes / 1e9:.3g} GB of memory, and this machine has "
-               f"{memory / 1e9:.3g} GB; give smaller numbers", rank)
+def ranks_here(args):
+    """The ranks that this command starts; under torchrun, those of this machine."""
+    if dist.is_torchelastic_launched():
+        first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
+        return range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+    return range(args.world_size) if args.rank is None else range(args.rank, args.rank + 1)
+
+
+def on_cpu(args):
+    """Whether what the models compute is in the memory of this machine, not in that of its GPUs."""
+    return args.device == "cpu" or not torch.cuda.is_available()
+
+
+def require_memory(args, flags, n_bytes, rank=None):
+    """Refuse what does not fit into the memory of this machine.
+
+    Args:
+        args: the parsed flags.
+        flags: the names of those that ask for it.
+        n_bytes: what all `ranks_here` together allocate, at least.
+        rank: see `refuse`.
+    """
+    if n_bytes > memory_bytes():
+        refuse(f"{given(args, *flags)} would need {n_bytes / 1e9:.3g} GB of memory or more, and this "
+               f"machine has {memory_bytes() / 1e9:.3g} GB; give smaller numbers", rank)
 
 
 def require_writable_folder(flag, folder, shown=None, rank=0):
@@ -198,21 +247,32 @@ def require_writable_folder(flag, folder, shown=None, rank=0):
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:
-        reason = (getattr(error, "strerror", None) or "not a file name").lower()
         refuse(f"{flag} {shortened(shown or folder)} must be a place where files can be written "
-               f"({shortened(folder)}: {reason})", rank)
+               f"({shortened(folder)}: {reason_of(error)})", rank)
 
 
-def require_writable_file(flag, path, rank=0):
-    """Refuse `flag` if `path` cannot be written: a folder that cannot, a name too long, something else than a file."""
-    require_writable_folder(flag, path.parent, path, rank)
+def require_file(flag, path, rank=0):
+    """Whether the file `path` exists; refuses `flag` if it is something else, or no file's name."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # writing to a pipe, or reading from one, could wait for ever
             refuse(f"{flag} {shortened(path)} must be a file, not a folder, a pipe or a device", rank)
     except FileNotFoundError:
-        with contextlib.suppress(AttributeError):
-            if len(os.fsencode(path.name)) + 30 > os.pathconf(path.parent, "PC_NAME_MAX"):
-                refuse(f"{flag} {shortened(path)} has too long a name for a file", rank)
+        return False
     except (OSError, ValueError) as error:
-        reason = (getattr(error, "strerror", None) or "not a file name").lower()
-        refuse(f"{flag} {shortened(path)} must be a file that can be written ({reason})", rank)
+        refuse(f"{flag} {shortened(path)} must be a file ({reason_of(error)})", rank)
+    return True
+
+
+def require_writable_file(flag, path, rank=0):
+    """Refuse `flag` if `path` cannot be written: its folder, too long a name, not a file."""
+    require_writable_folder(flag, path.parent, path, rank)
+    if not require_file(flag, path, rank):
+        # `report.replacing` writes beside it, to a name that is longer.
+        longest = os.pathconf(path.parent, "PC_NAME_MAX") - 30
+        if 0 < longest < len(os.fsencode(path.name)):
+            refuse(f"{flag} {shortened(path)} must have a shorter name", rank)
+
+
+def reason_of(error):
+    """Why a file cannot be used, in words."""
+    return (getattr(error, "strerror", None) or "not a file name").lower()

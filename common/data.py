@@ -3,15 +3,20 @@
 import contextlib
 import io
 import os
+import socket
+import tempfile
+import time
 from pathlib import Path
 
 import torch
-from common.cli import refuse
+from common.cli import refuse, shortened
 from common.vision import import_torchvision
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 DATASETS = ("digits", "mnist")
+FETCH_S = 600  # that others of this machine wait for the first one to fetch the data
+SILENCE_S = 20  # that the server may be silent: torchvision would wait for ever
 SPLIT_SEED = 0  # the split is part of the task: it does not follow --seed
 
 
@@ -22,23 +27,57 @@ def add_data_flags(parser):
 
 
 def fetch_data(args):
-    """Make sure that the data are on this machine, once, before the processes start and race for the same files.
+    """Make sure that the data are on this machine, before the processes race for the same files.
 
-    Under torchrun they have started: there, one process of each machine does so, and the others must not load the data
-    before they have met it.
+    Under torchrun they have started: there, the first one of each machine fetches, and the others
+    wait for it.
 
     Raises:
         SystemExit: 2 after one line, if MNIST is neither in `--data_dir` nor can be fetched.
     """
-    if args.dataset == "mnist" and os.environ.get("LOCAL_RANK", "0") == "0":
+    if args.dataset != "mnist":
+        return
+    first, deadline = os.environ.get("LOCAL_RANK", "0") == "0", time.monotonic() + FETCH_S
+    failure = _failure(_read, args.data_dir)
+    if failure and first:
+        failure = _failure(_fetch, args.data_dir) or _failure(_read, args.data_dir)
+    while failure and not first and time.monotonic() < deadline:
+        time.sleep(0.2)
+        failure = _failure(_read, args.data_dir)
+    if failure:
+        refuse(f"--data_dir {shortened(args.data_dir)} does not hold MNIST, which could not be "
+               f"fetched ({shortened(failure, 120)}); use --dataset digits, which needs no download",
+               rank=os.environ.get("RANK"))
+
+
+def _failure(function, folder):
+    """How `function(folder)` fails, in one line, or None."""
+    try:
+        function(folder)
+    except Exception as error:  # half a file, no permission, no network, a full disk, ...
+        return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _read(folder, **options):
+    mnist = import_torchvision().datasets.MNIST
+    return [mnist(folder, train=train, **options) for train in (True, False)]
+
+
+def _fetch(folder):
+    """Fetch the files, and move them to their places when they are whole: nobody reads half one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    silence = socket.getdefaulttimeout()
+    with (tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as fetched,
+          contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())):
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                for train in (True, False):
-                    import_torchvision().datasets.MNIST(args.data_dir, train=train, download=True)
-        except Exception as error:  # no network, no such host, a full disk, damaged files: whatever it was
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            refuse("--data_dir", args.data_dir, "a folder that holds MNIST, or use --dataset digits "
-                   f"(MNIST is not in {args.data_dir} and could not be fetched: {reason})")
+            socket.setdefaulttimeout(SILENCE_S)
+            _read(fetched, download=True)
+        finally:
+            socket.setdefaulttimeout(silence)
+        for path in Path(fetched).rglob("*ubyte"):
+            place = folder / path.relative_to(fetched)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(place)
 
 
 def load_data(args):
@@ -69,6 +108,4 @@ def _digits():
 
 
 def _mnist(folder):
-    datasets = import_torchvision().datasets
-    halves = (datasets.MNIST(folder, train=train) for train in (True, False))
-    return tuple((half.data.float().unsqueeze(1) / 255, half.targets) for half in halves)
+    return tuple((half.data.float().unsqueeze(1) / 255, half.targets) for half in _read(folder))

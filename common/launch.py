@@ -35,6 +35,7 @@ from common import watch, worker_env
 from common.cli import refuse
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+IMPORT_S = 8.0  # a tight --timeout is not for the seconds in which another terminal imports torch
 STOP_GRACE_S = 3.0  # a process that SIGTERM has not ended by then gets SIGKILL
 # What every worker imports, the last one when it makes its first optimizer. The fork server does so once for all.
 PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo"]
@@ -67,7 +68,7 @@ def launch(run_worker, args, role_name):
     if dist.is_torchelastic_launched():
         result = _be_one_rank(run_worker, args, names)
     else:
-        with tempfile.TemporaryDirectory(prefix="distributed-tutorials-", ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(prefix=worker_env.run_prefix(), ignore_cleanup_errors=True) as folder:
             result = _start_ranks(run_worker, args, names, Path(folder))
     return None if result is None else {**result, "wall_s": time.perf_counter() - started}
 
@@ -192,7 +193,7 @@ def _start_fork_server(run_worker):
     os.environ[worker_env.MAIN_PATH] = main if main and run_worker.__module__ == "__main__" else ""
     forkserver.set_forkserver_preload([module for module in modules if module != "__main__"])
     forkserver.ensure_running()
-    del os.environ[worker_env.MAIN_PATH]
+    os.environ.pop(worker_env.MAIN_PATH, None)
 
 
 class _Inherited:
@@ -239,7 +240,7 @@ def _run_rank(index, run_worker, args, ranks, init_method, folder, inherited):
             (folder / "result").write_text(json.dumps(result))
         _exit_now(0)
     except Exception as error:
-        watch.leave_word(folder, story_of(rank, error, local_ranks=ranks))
+        watch.leave_word(folder, rank, story_of(rank, error))
         _exit_now(1)
 
 
@@ -281,7 +282,7 @@ def _meet_manually(args):
     The launcher of rank 0 serves the store and stays until all others have left, so no rank has to wait for another
     one's shutdown.
     """
-    host, port = worker_env.address_of(args.master_addr), args.master_port
+    host, port, join_s = worker_env.address_of(args.master_addr), args.master_port, args.timeout + IMPORT_S
     listener = None
     if args.rank == 0:
         try:
@@ -291,20 +292,20 @@ def _meet_manually(args):
                    "give another port to all ranks")
 
     def connect():
-        limit = timedelta(seconds=args.timeout)
+        limit = timedelta(seconds=join_s)
         served = {} if listener is None else {"master_listen_fd": listener.detach()}
         store = dist.TCPStore(host, port, None, listener is not None, limit, wait_for_workers=False, **served)
-        return store, _meet(store, args.rank, args.world_size, host, args.timeout)
+        return store, _meet(store, args.rank, args.world_size, host, join_s)
 
     # In a thread: where a port accepts and never answers, torch would wait for ever.
     met = []
     thread = threading.Thread(target=lambda: met.append(_attempt(connect)), daemon=True)
     thread.start()
-    deadline = time.monotonic() + args.timeout + 1
+    deadline = time.monotonic() + join_s
     while thread.is_alive() and time.monotonic() < deadline:
         thread.join(0.05)
     if not met or met[0] is None:
-        print(f"error: rank 0 cannot be reached: {args.master_addr}:{port} has not answered for {args.timeout:g} s",
+        print(f"error: rank 0 cannot be reached: {args.master_addr}:{port} has not answered for {join_s:g} s",
               file=sys.stderr, flush=True)
         raise SystemExit(1)
     store, peers = met[0]
@@ -325,20 +326,20 @@ def _meet(store, rank, world_size, host, join_s, key="watch"):
     key = f"{key} {_launches}"
     if rank == 0:
         listener, token = worker_env.listen(host, 0), secrets.token_hex(8)
-        store.set(key, json.dumps([*listener.getsockname(), token]))
+        store.set(key, json.dumps([listener.getsockname()[1], token]))
         return watch.Peers(rank, world_size, token, join_s, listener)
     deadline = time.monotonic() + join_s
     while True:
-        *address, token = json.loads(store.get(key))
+        port, token = json.loads(store.get(key))
         try:
-            sock = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
+            sock = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
             sock.sendall(json.dumps({"hello": rank, "token": token}).encode() + b"\n")
             if sock.recv(len(watch.WELCOME)):
                 return watch.Peers(rank, world_size, token, join_s, sock)
         except OSError:
             pass  # the address of an earlier attempt, whose processes are just ending
         if time.monotonic() > deadline:
-            raise ConnectionError(f"no launcher of rank 0 at {address}")
+            raise ConnectionError(f"no launcher of rank 0 at {host}:{port}")
         time.sleep(0.1)
 
 
@@ -349,13 +350,13 @@ def _be_one_rank(run_worker, args, names):
     """Under torchrun: it has started this process, watches over it, and stops the others when it fails."""
     rank, local_rank, local_world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     alone = local_world_size == args.world_size  # one machine
-    folder = Path(tempfile.mkdtemp(prefix="distributed-tutorials-"))
+    folder = Path(tempfile.mkdtemp(prefix=worker_env.run_prefix()))
     worker_env.enter(rank, args.world_size, local_rank, local_world_size, "env://", os.environ["MASTER_ADDR"])
     join_s = max(args.timeout, watch.START_S)
     try:
         store, peers = None, None
         if args.world_size > 1:
-            host = "127.0.0.1" if alone else worker_env.own_address(os.environ["MASTER_ADDR"])
+            host = "127.0.0.1" if alone else os.environ["MASTER_ADDR"]
             store, _, _ = next(dist.rendezvous("env://", rank, args.world_size, timeout=timedelta(seconds=join_s)))
             # torchrun's store outlives the ranks that it starts anew; several machines count their attempts apart.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else ""
@@ -372,7 +373,7 @@ def _be_one_rank(run_worker, args, names):
         beside.stdin.close()
         return result
     except Exception as error:
-        watch.leave_word(folder, story_of(rank, error, local_ranks=()))
+        watch.leave_word(folder, rank, story_of(rank, error))
         with suppress(OSError):
             os.write(beside.stdin.fileno(), b"!")
         time.sleep(2 * watch.GRACE_S)  # meanwhile, `_beat` ends this process as soon as it is known whom to blame
@@ -411,15 +412,13 @@ def _beat(rank, folder, launcher, args):
             _exit_now(1)
 
 
-def story_of(rank, error, local_ranks):
+def story_of(rank, error):
     """The failure that an exception in `rank` means: its own, that of the worker where an RPC raised, or a notice."""
     told = "".join(traceback.format_exception(error)).rstrip()
     message, kind = str(error), type(error).__name__
-    # What came over RPC names the worker where it was raised; there, RPC has already shown the traceback.
+    # What came over RPC names the worker where it was raised, with the traceback from there.
     origin = re.findall(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\s*(\w+)\((.*)", message)
     if origin:
         rank, kind, message = int(origin[-1][0]), *origin[-1][1:]
-        if rank in local_ranks:
-            told = ""
     noticed = isinstance(error, (RuntimeError, OSError)) and NOTICED.search(message)
     return watch.failure(rank, f"raised {kind}", watch.NOTICED if noticed else watch.CAUSE, told)

@@ -1,13 +1,20 @@
 """Imported by the fork server only: the script that is run, so that its workers need not import it once more."""
 
+import atexit
+import gc
 import multiprocessing.spawn
 import os
+import shutil
 import signal
+import tempfile
 import warnings
+from multiprocessing import forkserver
+from pathlib import Path
 
-from common.worker_env import MAIN_PATH, quiet
+from common.worker_env import MAIN_PATH, quiet, run_prefix
 
 # The launcher has blocked these for the start. From here on the workers, which inherit this, end by them in silence.
+launcher = os.getppid()
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 quiet()
 if main_path := os.environ.pop(MAIN_PATH, ""):
@@ -15,3 +22,15 @@ if main_path := os.environ.pop(MAIN_PATH, ""):
     multiprocessing.spawn.import_main_path(main_path)
 # numpy's threads are not used by anyone while the server forks.
 warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork", category=DeprecationWarning)
+# All that was imported stays: the workers' garbage collectors need not look at it, and so do not copy its pages.
+gc.collect()
+gc.freeze()
+
+
+@atexit.register
+def clean_up():
+    """Remove what a launcher leaves behind when it is killed. One that lives has done so itself."""
+    address = Path(forkserver._forkserver._forkserver_address or "")
+    folders = [address.parent] if address.parent.name.startswith("pymp-") else []
+    for folder in [*folders, *Path(tempfile.gettempdir()).glob(f"{run_prefix(launcher)}*")]:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -40,19 +40,23 @@ def replacing(path):
     try:
         yield temporary
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):  # a disk that has become read-only refuses even what there is not
+            temporary.unlink(missing_ok=True)
+        raise
 
 
-def save_metrics(args, metrics, backend):
+def save_metrics(args, metrics, backend, device=None):
     """Write `metrics` and what they ran on to `<output_dir>/metrics.json`; the whole dict.
 
     Args:
         args: the parsed flags.
         metrics: the example's own keys, with `wall_s` from `launch`.
         backend: gloo, nccl or tensorpipe.
+        device: "cpu" where the tensors are in main memory whatever `--device` says.
     """
-    device = "cpu" if args.device == "cpu" or not torch.cuda.is_available() else torch.cuda.get_device_name()
+    on_cpu = "cpu" in (device, args.device) or not torch.cuda.is_available()
+    device = "cpu" if on_cpu else torch.cuda.get_device_name()
     ran_on = {"example": args.example, "world_size": args.world_size, "device": device, "backend": backend,
               "seed": args.seed, "torch": torch.__version__, "python": platform.python_version(),
               "cpu_count": core_count()}

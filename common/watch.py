@@ -41,25 +41,24 @@ def silent(rank, seconds):
     return failure(rank, f"has not answered for {seconds:.0f} s", SILENCE)
 
 
-def leave_word(folder, story):
-    """In a failed rank: write its failure where its launcher finds it, whole or not at all."""
-    path = folder / f"failure{story['rank']}"
+def leave_word(folder, rank, story):
+    """In a failed rank: write what it knows where its launcher finds it, whole or not at all."""
+    path = folder / f"failure{rank}"
     path.with_suffix(".tmp").write_text(json.dumps(story))
     path.with_suffix(".tmp").replace(path)
 
 
 def word_of(folder, rank):
-    """The failure that a rank has left, in a list, or an empty list."""
+    """The failure of which a rank has left word, in a list, or an empty list."""
     path = folder / f"failure{rank}"
     return [json.loads(path.read_text())] if path.exists() else []
 
 
 def say(story, names, stopped=0):
     """Print the traceback of a failure, if there is one, and its one line."""
-    if story["traceback"]:
-        print(story["traceback"], file=sys.stderr)
     others = f"; stopped {stopped} other process{'es' if stopped > 1 else ''}" if stopped else ""
-    print(f"error: rank {story['rank']} ({names[story['rank']]}) {story['what']}{others}", file=sys.stderr, flush=True)
+    lines = [story["traceback"], f"error: rank {story['rank']} ({names[story['rank']]}) {story['what']}{others}"]
+    print("".join(f"{line}\n" for line in lines if line), end="", file=sys.stderr, flush=True)
 
 
 class Beats:
@@ -274,7 +273,7 @@ def beside_a_rank(rank, world_size, names, folder, timeout, token, join_s, sock,
         word = os.read(0, 100)
         if word or stopping:
             return word_of(folder, rank) or ([] if word else [failure(rank, "was stopped", NOTICED)])
-        return [failure(rank, "was killed")]
+        return [failure(rank, "died; torchrun shows how")]
 
     verdict = watch({rank: 0}, ended, folder, timeout, peers)
     if peers:
@@ -283,8 +282,8 @@ def beside_a_rank(rank, world_size, names, folder, timeout, token, join_s, sock,
         # One line on each machine: from beside the rank to blame, or where that is not here, from the first one.
         if verdict["rank"] == rank or (neighbours[0] == rank and verdict["rank"] not in neighbours):
             say(verdict, names)
-        (folder / "verdict").touch()  # the rank ends when it sees this
         with contextlib.suppress(OSError):
+            (folder / "verdict").touch()  # the rank ends when it sees this
             if not connection.wait([0], 2 * BEAT_S + 1) or os.read(0, 100):
                 time.sleep(BEAT_S)
             if os.getppid() == the_rank:  # frozen; torchrun would wait for half a minute

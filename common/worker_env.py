@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch.distributed import rpc
 
 MAIN_PATH = "DISTRIBUTED_TUTORIALS_MAIN"  # an environment variable: what script the fork server should import
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -43,6 +44,9 @@ def enter(rank, world_size, local_rank, local_world_size, init_method, master_ad
     # Every process would take all cores otherwise: the largest single cost of RPC examples on small machines.
     torch.set_num_threads(users_threads() or max(1, core_count() // local_world_size))
     quiet()
+    # RPC prints every exception where it was raised, also those that only follow from another one. The launcher prints
+    # the one that counts, which has come back to the caller.
+    rpc.internal.print = lambda *_, **__: None
 
 
 def users_threads():
@@ -55,6 +59,11 @@ def users_threads():
             if b"\0OMP_NUM_THREADS=" not in b"\0" + Path(f"/proc/{os.getppid()}/environ").read_bytes():
                 return None
     return int(setting)
+
+
+def run_prefix(launcher=None):
+    """The beginning of the names of a launcher's temporary folders; by default, of this process's."""
+    return f"distributed-tutorials-{launcher or os.getpid()}-"
 
 
 def core_count():
@@ -140,8 +149,12 @@ def own_address(host):
 
 
 def listen(host, port):
-    """A socket that listens on this machine's address `host`; OSError if the port is taken."""
-    return socket.create_server((host, port), backlog=1024)
+    """A socket that listens on this machine's address `host`, as others call it; OSError if the port is taken.
+
+    Where the machine itself takes its name for loopback, as Debian's /etc/hosts says, it listens everywhere.
+    """
+    own = own_address(host)
+    return socket.create_server(("" if is_loopback(own) and not is_loopback(host) else own, port), backlog=1024)
 
 
 def interface_towards(address):

@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from common import checkpoint, report
-from common.cli import Parser, bounded, refuse
+from common.cli import Parser, bounded, given, refuse
 from common.data import add_data_flags, fetch_data, load_data
 from common.launch import launch
 from common.session import backend_for, device_for
@@ -254,17 +254,17 @@ def inspect_checkpoint(args):
         build_model(args.seed).load_state_dict(state["model"])
         settings = {name: state["settings"][name] for name in SETTINGS}
     except (KeyError, RuntimeError, TypeError):
-        refuse("--checkpoint", args.checkpoint, "a checkpoint of this model: its weights are those of another")
+        checkpoint.reject(args, "is of another model; give another file")
     for name, value in settings.items():
         if getattr(args, name) != value:
-            refuse(f"--{name}", getattr(args, name), f"{value}, as in the checkpoint, or another --checkpoint")
+            refuse(f"{given(args, name)} must be {value}, as in {given(args, 'checkpoint')}")
 
 
 def main(argv=None):
     """Train, or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     if args.global_batch_size % args.world_size:
-        refuse("--global_batch_size", args.global_batch_size, f"a multiple of --world_size {args.world_size}")
+        refuse(f"{given(args, 'global_batch_size')} must be a multiple of {given(args, 'world_size')}")
     if not args.check:
         inspect_checkpoint(args)
     fetch_data(args)

@@ -31,7 +31,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from common import report
-from common.cli import Parser, bounded, refuse
+from common.cli import LONGEST_S, Parser, bounded, ranks_here, refuse, require_memory
 from common.launch import launch
 from common.session import device_for, group_options
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -217,7 +217,8 @@ def build_parser():
     add("--local_batch_size", type=count, default=20, metavar="N", help="samples of each rank")
     add("--lr", type=bounded(float, above=0), default=0.5, help="learning rate of SGD")
     add("--slow_rank", type=bounded(int, at_least=0), metavar="R", help="of --demo skew (default: the last)")
-    add("--delay", type=bounded(float, at_least=0), default=0.5, metavar="S", help="seconds it loses in each step")
+    add("--delay", type=bounded(float, at_least=0, at_most=LONGEST_S), default=0.5, metavar="S",
+        help="seconds it loses in each step")
     return parser
 
 
@@ -227,9 +228,14 @@ def main(argv=None):
     if args.slow_rank is None:
         args.slow_rank = args.world_size - 1
     if args.slow_rank >= args.world_size:
-        refuse("--slow_rank", args.slow_rank, f"a rank below --world_size {args.world_size}")
+        refuse(f"--slow_rank {args.slow_rank} must be below --world_size {args.world_size}")
     if args.check and args.demo == "skew":
-        refuse("--demo", "skew", "another one with --check: times have no oracle")
+        refuse("--demo skew cannot be given with --check: times have no oracle")
+    # Each rank has its own samples, inputs (n, 10) and labels (n, 5) of 4 bytes, and for the proof
+    # those of all ranks.
+    shares = 1 if args.demo == "skew" else 1 + args.world_size
+    of_rank = shares * args.local_batch_size * 15 * 4
+    require_memory(args, ["local_batch_size"], len(ranks_here(args)) * of_rank)
     if args.check:
         return check(args)
     demos = PROVEN if args.demo == "all" else [args.demo]

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from common import report
-from common.cli import Parser, bounded
+from common.cli import Parser, bounded, on_cpu, ranks_here, require_memory
 from common.launch import launch
 from common.session import device_for, group_options, rpc_options, wait_all
 from torch import nn, optim
@@ -285,9 +285,24 @@ def build_parser():
     return parser
 
 
+def require_tables(args):
+    """Refuse a table and a dense part that this machine cannot hold."""
+    table, dense = (4 * n * args.embedding_dim for n in (args.num_embeddings, args.num_classes))
+    n_bytes = 0
+    for rank in ranks_here(args):
+        role = role_name(rank, args.world_size)
+        if role == PS_NAME:
+            n_bytes += table if args.sparse else 2 * table  # the gradient has all rows
+        elif role != MASTER_NAME:
+            # The teacher's own two; the weights, and on a CPU their gradient.
+            n_bytes += table + (3 if on_cpu(args) else 2) * dense
+    require_memory(args, ["num_embeddings", "embedding_dim", "num_classes"], n_bytes)
+
+
 def main(argv=None):
     """Train, or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
+    require_tables(args)
     if args.check:
         return check(args)
     metrics = launch(run_worker, args, role_name)

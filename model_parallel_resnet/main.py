@@ -14,7 +14,7 @@ gradients back the same way, and they meet in the same pipeline.
                                      +--------------------+          +---------------------+
 
     python model_parallel_resnet/main.py --num_splits 1 2 4 8      seconds per batch, for each number of micro-batches
-    python model_parallel_resnet/main.py --timeline                and who worked when: timeline.png, timeline.json
+    python model_parallel_resnet/main.py --timeline                and a timeline of every process: timeline.png
     python model_parallel_resnet/main.py --check                   the same as torchvision's model in one process?
     torchrun --nproc_per_node 3 model_parallel_resnet/main.py      under torchrun
     python model_parallel_resnet/main.py --rank 1 \
@@ -30,7 +30,7 @@ import time
 import torch
 import torch.distributed.autograd as dist_autograd
 from common import report, timeline
-from common.cli import Parser, bounded, refuse
+from common.cli import Parser, bounded, given, on_cpu, ranks_here, refuse, require_memory
 from common.launch import launch
 from common.session import device_for, rpc_options, wait_all
 from common.worker_env import keep_memory
@@ -247,11 +247,12 @@ def compare_with_whole(recorded, args):
     return report.compare(ours, oracle, tolerances)
 
 
-def build_parser(description=__doc__, example="model_parallel_resnet", world_size=3):
+def build_parser(description=__doc__, example="model_parallel_resnet", world_size=3, **options):
     """The flags of this example, and of schedules.py."""
-    parser = Parser(example, description, world_size=world_size)
+    parser = Parser(example, description, world_size=world_size, **options)
     add, count = parser.add_argument, bounded(int, at_least=1)
-    add("--num_splits", type=count, nargs="+", default=[1, 2, 4, 8], metavar="N",
+    splits = bounded(int, at_least=1, at_most=1000)  # each has two threads on a worker: see `join`
+    add("--num_splits", type=splits, nargs="+", default=[1, 2, 4, 8], metavar="N",
         help="numbers of micro-batches to try; 1 is always among them, to compare with")
     add("--batch_size", type=count, default=32, metavar="N", help="images in a batch, over all micro-batches")
     add("--image_size", type=bounded(int, at_least=32), default=128, metavar="N", help="height and width in pixels")
@@ -259,26 +260,41 @@ def build_parser(description=__doc__, example="model_parallel_resnet", world_siz
     add("--num_classes", type=bounded(int, at_least=2), default=1000, metavar="N", help="of the targets")
     add("--arch", choices=ARCHS, default="resnet50", help="of torchvision")
     add("--lr", type=bounded(float, above=0), default=0.05, help="learning rate of SGD")
-    add("--timeline", action="store_true", help="draw who worked when: timeline.png, and timeline.json for Perfetto")
+    add("--timeline", action="store_true", help="draw a timeline of every process: timeline.png, timeline.json")
     return parser
 
 
-def require_sizes(args, world_size):
-    """Refuse what cannot be split, before any process starts."""
-    if args.world_size != world_size:
-        refuse("--world_size", args.world_size, f"{world_size}: one process for each role")
+def require_sizes(args, roles):
+    """Refuse what cannot be split, or held by this machine, before any process starts.
+
+    Args:
+        args: the parsed flags.
+        roles: what each rank has: of "batch", "first half" and "second half".
+    """
+    if args.world_size != len(roles):
+        refuse(f"--world_size {args.world_size} must be {len(roles)}: one process for each role")
     args.num_splits = sorted({1, *args.num_splits})
     most = args.num_splits[-1]
     if most > args.batch_size:
-        refuse("--num_splits", most, f"at most {args.batch_size}, a sample for every micro-batch")
-    if args.batch_size // most == 1 and args.image_size == 32:  # BatchNorm of one number has nothing to compare it with
-        refuse("--image_size", args.image_size, "more than 32: the last layers would see one pixel of one image")
+        refuse(f"--num_splits {most} must be at most {given(args, 'batch_size')}: every micro-batch "
+               "needs a sample")
+    if args.batch_size // most == 1 and args.image_size == 32:  # BatchNorm of a single number
+        refuse(f"{given(args, 'image_size')} must be above 32 with --num_splits {most} and "
+               f"{given(args, 'batch_size')}: the last layers would see one pixel of one image")
+    # Images and one-hot targets, which were integers; what the first layer and its BatchNorm make of
+    # an image, each 64 channels of half the height and width; the last layer's weights.
+    first_layers = 2 * 64 * (args.image_size // 2) ** 2 if on_cpu(args) else 0
+    numbers = {"batch": args.batch_size * 3 * (args.image_size**2 + args.num_classes),
+               "first half": args.batch_size * first_layers,
+               "second half": {"resnet18": 512, "resnet50": 2048}[args.arch] * args.num_classes}
+    n_bytes = 4 * sum(numbers[part] for rank in ranks_here(args) for part in roles[rank])
+    require_memory(args, ["batch_size", "image_size", "num_classes"], n_bytes)
 
 
 def main(argv=None):
     """Run the experiment, or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
-    require_sizes(args, 3)
+    require_sizes(args, [["batch"], ["first half"], ["second half"]])
     if args.check:
         return check(args)
     metrics = launch(run_worker, args, role_name)

@@ -13,7 +13,7 @@ go forward first, and then all back; under "1f1b", a stage goes back with one as
 
     python model_parallel_resnet/schedules.py --num_splits 1 2 4 8      seconds per batch, for each of these
     python model_parallel_resnet/schedules.py --schedule 1f1b           in the other order
-    python model_parallel_resnet/schedules.py --timeline                and who worked when
+    python model_parallel_resnet/schedules.py --timeline                and a timeline of every process
     python model_parallel_resnet/schedules.py --check                   the same as in one process?
     torchrun --nproc_per_node 2 model_parallel_resnet/schedules.py      under torchrun; rank 1 has the loss, and prints
 
@@ -27,7 +27,7 @@ import time
 import torch
 import torch.distributed as dist
 from common import report, timeline
-from common.cli import refuse
+from common.cli import given, refuse
 from common.launch import launch
 from common.session import backend_for, device_for, group_options
 from common.worker_env import keep_memory
@@ -187,21 +187,29 @@ def build_parser():
     return parser
 
 
+def require_stages(args):
+    """Refuse micro-batches of several shapes, and fewer GPUs than stages."""
+    for num_split in args.num_splits:
+        if args.batch_size % num_split:
+            refuse(f"--num_splits {num_split} must be a divisor of {given(args, 'batch_size')}: "
+                   "here, all micro-batches have the same shape")
+    if args.device == "cuda" and args.rank is None and torch.cuda.device_count() < len(STAGES):
+        refuse("--device cuda must be cpu or auto: here each stage needs a GPU of its own, and torch "
+               f"sees {torch.cuda.device_count()}", rank=None)
+
+
 def main(argv=None):
     """Run the experiment, or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
-    rpc_pipeline.require_sizes(args, 2)
-    for num_split in args.num_splits:
-        if args.batch_size % num_split:
-            refuse("--num_splits", num_split, f"a divisor of --batch_size {args.batch_size}: here, all micro-batches "
-                   "have the same shape")
-    if args.device == "cuda" and args.rank is None and torch.cuda.device_count() < len(STAGES):
-        refuse("--device", args.device, "cpu or auto: each stage needs a GPU of its own, and main.py does not")
+    rpc_pipeline.require_sizes(args, [["batch", "first half"], ["batch", "second half"]])
+    require_stages(args)
     if args.check:
         return check(args)
     metrics = launch(run_worker, args, role_name)
     if metrics is None:
         return None
+    if metrics["backend"] == "gloo":
+        args.device = "cpu"  # where the stages were: see `device_of_stage`
     return finish(metrics, args, args.schedule, STAGES, metrics["backend"])
 
 

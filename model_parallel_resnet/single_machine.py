@@ -35,7 +35,7 @@ import time
 
 import torch
 from common import report
-from common.cli import Parser, bounded, refuse
+from common.cli import Parser, bounded, refuse, require_memory, shortened
 from common.vision import import_torchvision
 from torch import nn, optim
 
@@ -320,8 +320,8 @@ def check(args):
 
 def device(text):
     """An argparse type."""
-    if not re.fullmatch(r"cpu|cuda:\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; give cpu or cuda:N")
+    if not re.fullmatch("cpu|cuda:(0|[1-9][0-9]?)", text):
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not accepted; give cpu or cuda:N")
     return torch.device(text)
 
 
@@ -352,11 +352,12 @@ def choose_devices(args):
         return [torch.device(name) for name in names]
     given = " ".join(map(str, args.devices))
     if args.device != "auto":
-        refuse("--device", args.device, f"one of the two: it, or --devices {given}")
+        refuse(f"--device {args.device} cannot be given with --devices {given}: one is enough")
     if any(device.type == "cuda" and device.index >= gpus for device in args.devices):
-        refuse("--devices", given, f"cuda:0 to cuda:{gpus - 1}, or cpu" if gpus else "cpu cpu: torch sees no GPU here")
+        refuse(f"--devices {given} must be " + (
+            f"of cuda:0 to cuda:{gpus - 1}, or cpu" if gpus else "cpu cpu: torch sees no GPU here"))
     if args.devices[0].type != args.devices[1].type:
-        refuse("--devices", given, "two GPUs, or one device twice: a CPU and a GPU are not alike")
+        refuse(f"--devices {given} must be two GPUs, or one device twice: a CPU and a GPU differ")
     return args.devices
 
 
@@ -367,13 +368,19 @@ def settle(args):
     """
     args.devices = choose_devices(args)
     too_large = [size for size in args.split_sizes or SPLIT_SIZES if size > args.batch_size]
-    accepted = f"at most --batch_size {args.batch_size}: it is the samples of a micro-batch"
+    accepted = f"must be at most --batch_size {args.batch_size}: it is the samples of a micro-batch"
     if args.split_sizes and too_large:
-        refuse("--split_sizes", too_large[0], accepted)
+        refuse(f"--split_sizes {too_large[0]} {accepted}")
     if args.split_size is None:
         args.split_size = min(20, (args.batch_size + 1) // 2)
     if args.split_size > args.batch_size:
-        refuse("--split_size", args.split_size, accepted)
+        refuse(f"--split_size {args.split_size} {accepted}")
+    # Images and one-hot targets, which were integers; on a CPU also what the first layer and its
+    # BatchNorm make of an image, each 64 channels of half the height and width.
+    of_image = 3 * (args.image_size**2 + NUM_CLASSES)
+    if args.devices[0].type == "cpu":
+        of_image += 2 * 64 * (args.image_size // 2) ** 2
+    require_memory(args, ["batch_size", "image_size"], 4 * args.batch_size * of_image)
     args.measured_sizes = sorted({args.split_size, *(args.split_sizes or SPLIT_SIZES)} - set(too_large))
     return too_large
 

@@ -22,11 +22,12 @@ import socket
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
 from common import report
-from common.cli import Parser, refuse, require_writable_folder
+from common.cli import Parser, refuse, require_writable_file
 from common.launch import launch
 
 EXAMPLE = "p2p_collectives/init_methods"
@@ -98,23 +99,35 @@ def build_parser():
     return parser
 
 
+def require_meeting(args):
+    """Refuse what the ranks could not meet by, before any process starts."""
+    manual = args.rank is not None
+    if dist.is_torchelastic_launched() and args.method != "env":
+        refuse(f"--method {args.method} must be env under torchrun, which says where to meet")
+    if manual and args.method == "all":
+        refuse(f"--method all must be env, tcp or file with --rank {args.rank}: a manual launch "
+               "meets once")
+    if manual and args.method == "file" and args.file is None:
+        refuse(f"--method file requires --file FILE with --rank {args.rank}, a path that all share")
+    if args.device == "cuda":
+        refuse("--device cuda must be cpu or auto: what is added up here is in main memory")
+    if args.file is not None:
+        require_writable_file("--file", args.file)
+        if args.file.exists() and not manual:
+            refuse(f"--file {args.file} must be a path where nothing is yet: an old store would "
+                   "confuse the new run")
+        if urlparse(f"file://{args.file.absolute()}").path != str(args.file.absolute()):
+            refuse(f"--file {args.file} must be a path without ?, # and control characters: it "
+                   "becomes a part of a URL")
+
+
 def main(argv=None):
     """Meet, in one or in all ways; the metrics in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
-    by_hand, torchrun = args.rank is not None, dist.is_torchelastic_launched()
-    if torchrun and args.method != "env":
-        refuse("--method", args.method, "env: torchrun tells its processes where to meet by their environment")
-    if by_hand and args.method == "all":
-        refuse("--method", args.method, "one of env, tcp, file, when ranks are started by hand")
-    if by_hand and args.method == "file" and args.file is None:
-        refuse("--method", args.method, "it together with --file, a path that all ranks share, started by hand")
-    if args.file is not None:
-        if args.file.exists() and not by_hand:
-            refuse("--file", args.file, "a path where nothing is yet: an old store would confuse the new run")
-        require_writable_folder("--file", args.file.parent, shown=args.file)
+    require_meeting(args)
     with tempfile.TemporaryDirectory(prefix="distributed-tutorials-") as folder:
         args.file = args.file or Path(folder, "sharedfile")
-        if by_hand:
+        if args.rank is not None:
             args.master_ports = dict.fromkeys(METHODS, args.master_port)
         else:
             args.master_addr, args.master_ports = "127.0.0.1", {method: free_port() for method in METHODS}
@@ -125,7 +138,7 @@ def main(argv=None):
     expected = args.world_size * (args.world_size + 1) / 2
     if args.check:
         return report.compare(sums, {method: [expected] * args.world_size for method in sums}, dict.fromkeys(sums, 0))
-    show(report.save_metrics(args, metrics, backend="gloo"))
+    show(report.save_metrics(args, metrics, backend="gloo", device="cpu"))
     if any(value != expected for values in sums.values() for value in values):
         print(f"\nWRONG: the sums should be {expected:g}: {sums}")
         raise SystemExit(1)

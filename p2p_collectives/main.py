@@ -256,7 +256,8 @@ def main(argv=None):
     ours, oracle = verdicts(metrics["operations"])
     if args.check:
         return report.compare(ours, oracle, dict.fromkeys(ours, 0))  # small whole numbers: exact in any order
-    report.save_metrics(args, metrics, metrics["backend"])
+    device = "cpu" if metrics["backend"] == "gloo" else None  # see run_worker
+    report.save_metrics(args, metrics, metrics["backend"], device)
     show(metrics["operations"])
     wrong = [operation for operation in ours if ours[operation] != oracle[operation]]
     everyone = f"WRONG: {', '.join(wrong)}" if wrong else "every rank holds what it should"

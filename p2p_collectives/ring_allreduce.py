@@ -29,7 +29,7 @@ import time
 import torch
 import torch.distributed as dist
 from common import report
-from common.cli import Parser, bounded, refuse
+from common.cli import Parser, bounded, ranks_here, refuse, require_memory
 from common.launch import launch
 from common.session import group_options
 
@@ -223,11 +223,16 @@ def main(argv=None):
     args = build_parser().parse_args(argv)
     for n_bytes in args.sizes:
         if n_bytes % DTYPES[args.dtype].itemsize:
-            refuse("--sizes", n_bytes, f"multiples of {DTYPES[args.dtype].itemsize}, the bytes of a {args.dtype}")
+            refuse(f"--sizes {n_bytes} must be a multiple of {DTYPES[args.dtype].itemsize}, the bytes "
+                   f"of a {args.dtype}")
     if args.device == "cuda":
-        refuse("--device", "cuda", "cpu: gloo sends and receives main memory only (on GPUs, NCCL has its own rings)")
+        refuse("--device cuda must be cpu or auto: gloo sends and receives main memory only, and on "
+               "GPUs NCCL has rings of its own")
     if args.check:
         return check(args)
+    # On each rank: whole numbers of 8 bytes, three tensors made from them, three copies of ring_naive.
+    of_rank = max(args.sizes) * (8 // DTYPES[args.dtype].itemsize + 6)
+    require_memory(args, ["sizes"], len(ranks_here(args)) * of_rank)
     metrics = launch(run_worker, args, role_name)
     if metrics is None:
         return None
@@ -236,7 +241,7 @@ def main(argv=None):
         if model := fit_model(args.world_size, points):
             metrics |= {"alpha_s": model[0], "beta_GBps": model[1] / 1e9}
         plot(metrics, args)
-    metrics = report.save_metrics(args, metrics, backend="gloo")
+    metrics = report.save_metrics(args, metrics, backend="gloo", device="cpu")
     show(metrics, args)
     largest = {row["algorithm"]: row for row in metrics["rows"] if row["bytes"] == max(args.sizes)}
     ours, naive = largest["RingAllReduce"], largest["ring_naive"]

@@ -1,4 +1,4 @@
-r"""Synchronous SGD written by hand, on the collectives of main.py (tutorial 6_4, "distributed training").
+r"""Synchronous SGD written out, on the collectives of main.py (tutorial 6_4, "distributed training").
 
 Every rank has the whole model and a part of the data. In each step every rank computes the gradient of its own piece of
 the batch, the gradients are averaged over all ranks, and all make the same step: the models stay equal to the bit.
@@ -27,7 +27,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from common import checkpoint, report, timeline
-from common.cli import Parser, bounded, refuse, starts_rank
+from common.cli import Parser, bounded, given, refuse, starts_rank
 from common.data import add_data_flags, fetch_data, load_data
 from common.launch import launch
 from common.session import device_for, group_options
@@ -292,7 +292,7 @@ def build_parser():
     add("--lr", type=bounded(float, above=0), default=0.15, help="learning rate of the first epoch")
     add("--momentum", type=bounded(float, at_least=0, at_most=1), default=0.9, help="of SGD, Nesterov's")
     add("--sync", choices=SYNCS, default="per_parameter", help="how the gradients are averaged")
-    add("--timeline", action="store_true", help="draw who worked when: timeline.png, and timeline.json for Perfetto")
+    add("--timeline", action="store_true", help="draw a timeline of every process: timeline.png, timeline.json")
     parser.add_checkpoint_flags()
     return parser
 
@@ -301,13 +301,15 @@ def main(argv=None):
     """Train, or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     if args.global_batch_size < args.world_size:
-        refuse("--global_batch_size", args.global_batch_size, f"at least {args.world_size}, a sample for every rank")
+        refuse(f"{given(args, 'global_batch_size')} must be at least {given(args, 'world_size')}: "
+               "every rank needs a sample")
     fetch_data(args)
     if starts_rank(args, 0) and args.world_size > (n_samples := len(load_data(args)[0])):
-        refuse("--world_size", args.world_size, f"at most {n_samples}, a sample for every rank")
-    state = checkpoint.inspect(args, model=Net())
+        refuse(f"{given(args, 'world_size')} must be at most {n_samples}: every rank needs a sample")
+    state = checkpoint.inspect(args, needs=("epochs",), make_model=Net)
     if state and len(state["epochs"]) > args.epochs:
-        refuse("--epochs", args.epochs, f"at least {len(state['epochs'])}, as many as the checkpoint has behind it")
+        refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint has "
+               "so many behind it")
     if args.check:
         return check(args)
     metrics = launch(run_worker, args, role_name)

@@ -15,7 +15,7 @@ answer is a future: the server adds up the gradients as they come, and the last 
 
     python param_server/batch_update.py --world_size 6                one server, five trainers, ResNet50
     python param_server/batch_update.py --arch resnet18               a smaller model
-    python param_server/batch_update.py --timeline                    who did what when, as a picture
+    python param_server/batch_update.py --timeline                    a timeline of every process, as a picture
     python param_server/batch_update.py --check                       the same as a single process? no gradient lost?
     torchrun --nproc_per_node 6 param_server/batch_update.py          under torchrun
     python param_server/batch_update.py --world_size 6 --rank 1 \
@@ -25,7 +25,6 @@ Last line, about:
     resnet50, 5 trainers: 2.6 s per update in the median, 945 MB each; loss 0.580 -> 0.179
 """
 
-import resource
 import statistics
 import sys
 import threading
@@ -33,7 +32,7 @@ import time
 
 import torch
 from common import report, timeline
-from common.cli import Parser, bounded
+from common.cli import Parser, bounded, on_cpu, ranks_here, require_memory
 from common.launch import launch
 from common.session import device_for, rpc_options, wait_all
 from common.vision import import_torchvision
@@ -215,6 +214,8 @@ def run_trainers(server, function, args):
 
 def peak_memory():
     """Of this process until now, in bytes."""
+    import resource  # not on Windows, where `common` says in words what to do
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -331,14 +332,29 @@ def build_parser():
     add("--image_size", type=bounded(int, at_least=8), default=64, metavar="N", help="height and width of an image")
     add("--num_classes", type=count, default=30, metavar="N", help="classes of images")
     add("--num_updates", type=count, default=6, metavar="N", help="steps of the server")
-    add("--timeline", action="store_true", help="record who did what when: timeline.png and timeline.json")
+    add("--timeline", action="store_true", help="draw a timeline of every process: timeline.png, timeline.json")
     add("--lr", type=bounded(float, above=0), default=0.001, help="learning rate of SGD; the momentum is 0.9")
     return parser
+
+
+def require_sizes(args):
+    """Refuse images and classes that this machine cannot hold."""
+    features, others = {"resnet18": (512, 11_176_512), "resnet50": (2048, 23_508_032)}[args.arch]
+    weights, pixels = others + features * args.num_classes, 3 * args.image_size**2
+    # An image and its noise; a one-hot target, first of integers; on a CPU, what the first layer and
+    # its BatchNorm make of the image, each 64 channels of half the height and width.
+    of_image = 2 * pixels + 3 * args.num_classes
+    of_image += 2 * 64 * (args.image_size // 2) ** 2 if on_cpu(args) else 0
+    # A trainer has a pattern for each class; weights and gradient; the server also the momentum.
+    of_trainer = 2 * weights + args.num_classes * pixels + args.batch_size * of_image
+    numbers = sum(3 * weights if rank == 0 else of_trainer for rank in ranks_here(args))
+    require_memory(args, ["batch_size", "image_size", "num_classes"], 4 * numbers)
 
 
 def main(argv=None):
     """Train, or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
+    require_sizes(args)
     if args.check:
         return check(args)
     metrics = launch(run_worker, args, role_name)

@@ -34,7 +34,7 @@ import time
 import torch
 import torch.distributed.autograd as dist_autograd
 from common import checkpoint, report
-from common.cli import Parser, bounded, refuse, starts_rank
+from common.cli import Parser, bounded, given, refuse, starts_rank
 from common.data import add_data_flags, fetch_data, load_data
 from common.launch import launch
 from common.session import device_for, rpc_options
@@ -399,15 +399,23 @@ def build_parser():
     return parser
 
 
-def main(argv=None):
-    """Train, or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
-    args = build_parser().parse_args(argv)
+def parse_args(argv, parser):
+    """The flags, when data and checkpoint are there and fit to them."""
+    args = parser.parse_args(argv)
     fetch_data(args)
     if starts_rank(args, 1) and args.world_size - 1 > (n_samples := len(load_data(args)[0])):
-        refuse("--world_size", args.world_size, f"at most {n_samples + 1}, an image for every trainer", rank=1)
-    state = checkpoint.inspect(args, model=Net())
+        refuse(f"{given(args, 'world_size')} must be at most {n_samples + 1}: every trainer needs an "
+               "image", rank=1)
+    state = checkpoint.inspect(args, needs=("epochs",), make_model=Net)
     if state and state["epochs"] > args.epochs:
-        refuse("--epochs", args.epochs, f"at least {state['epochs']}, as many as the checkpoint has behind it")
+        refuse(f"{given(args, 'epochs')} must be at least {state['epochs']}: the checkpoint has so "
+               "many behind it")
+    return args
+
+
+def main(argv=None):
+    """Train, or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
+    args = parse_args(argv, build_parser())
     if args.check:
         return check(args)
     metrics = launch(run_worker, args, role_name)

@@ -286,7 +286,7 @@ def build_parser():
         help="2: select_action, then report_reward (the tutorial); 1: the reward rides along with the next state")
     add("--time_limit", choices=["continue", "end"], default="continue",
         help="what lies behind an episode that ran out of time: more of the same reward, or nothing (the tutorial)")
-    add("--timeline", action="store_true", help="draw who worked when: timeline.png, and timeline.json for Perfetto")
+    add("--timeline", action="store_true", help="draw a timeline of every process: timeline.png, timeline.json")
     parser.add_checkpoint_flags()
     return parser
 
@@ -294,9 +294,10 @@ def build_parser():
 def main(argv=None):
     """Train, or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
-    state = checkpoint.inspect(args)
+    state = checkpoint.inspect(args, needs=("generators",))
     if state and len(state["generators"]) != args.world_size - 1:
-        refuse("--world_size", args.world_size, f"{len(state['generators']) + 1}, as in the checkpoint")
+        refuse(f"--world_size {args.world_size} must be {len(state['generators']) + 1}, as in the "
+               "checkpoint")
     if args.check:
         return check(args)
     metrics = launch(run_worker, args, role_name)

@@ -31,8 +31,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
-from common import checkpoint, report
-from common.cli import Parser, bounded, refuse, starts_rank
+from common import checkpoint, cli, report
+from common.cli import Parser, bounded, given, refuse, starts_rank
 from common.launch import launch
 from common.session import device_for, group_options, rpc_options
 from torch import nn, optim
@@ -260,7 +260,7 @@ def build_parser():
     parser.set_defaults(checkpoint_rank=1)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--corpus", type=Path, metavar="FILE",
-        help="a UTF-8 text to learn, character by character (default: a made language)")
+        help="a UTF-8 text to learn, character by character (default: a synthetic language)")
     add("--epochs", type=count, default=8, metavar="N", help="times that every token is trained on")
     add("--batch_size", type=count, default=20, metavar="N", help="columns of text that a trainer reads side by side")
     add("--bptt", type=count, default=35, metavar="N", help="tokens of a column in a step: how far gradients go back")
@@ -276,35 +276,80 @@ def build_parser():
 
 
 def require_language(args):
-    """The language, if it can be read and fills the columns of all trainers; refuse it before any process starts."""
-    n_columns = args.batch_size * (args.world_size - 1)
-    fewest = math.ceil(2 * n_columns / VAL_SHARE)  # an input and a target in each column, also of the validation part
+    """The language, if it can be read and fills the columns of all trainers; else refuse `--corpus`."""
+    n_trainers, speaker = args.world_size - 1, first_trainer_here(args)
+    n_columns = args.batch_size * n_trainers
+    # An input and a target in each column, also of the validation part.
+    fewest = math.ceil(2 * n_columns / VAL_SHARE)
+    wanted = f"--corpus {args.corpus} must be a UTF-8 text of at least {fewest} characters"
+    if args.corpus is not None:
+        if not cli.require_file("--corpus", args.corpus, speaker):
+            refuse(f"{wanted} (no such file)", speaker)
+        # A character has 4 bytes at most, and in each trainer it becomes a token of 8.
+        of_trainer = 8 * args.corpus.stat().st_size // 4
+        cli.require_memory(args, ["corpus"], n_trainers_here(args) * of_trainer, speaker)
     try:
         language = load_language(args)
     except (OSError, ValueError) as error:
         reason = error.strerror.lower() if isinstance(error, OSError) else "this is no text"
-        refuse("--corpus", args.corpus, f"a UTF-8 text of at least {fewest} characters ({reason})", rank=1)
+        refuse(f"{wanted} ({reason})", speaker)
     if len(language.val) < 2 * n_columns:
         if args.corpus is None:
-            n_trainers = args.world_size - 1
-            most = len(language.val) // 2 // n_trainers
-            refuse("--batch_size", args.batch_size, f"at most {most} for {n_trainers} trainers", rank=1)
-        refuse("--corpus", args.corpus, f"a UTF-8 text of at least {fewest} characters, or a smaller --batch_size "
-               f"(it has {len(language.train) + len(language.val)})", rank=1)
+            trainers = "1 trainer" if n_trainers == 1 else f"{n_trainers} trainers"
+            refuse(f"{given(args, 'batch_size')} must be at most "
+                   f"{len(language.val) // 2 // n_trainers} for {trainers}", speaker)
+        refuse(f"{wanted}, or {given(args, 'batch_size')} smaller: it has "
+               f"{len(language.train) + len(language.val)}", speaker)
     return language
+
+
+def require_model(language, args):
+    """Refuse sizes with which the model does not fit into this machine."""
+    weights = 2 if cli.on_cpu(args) else 1  # on a CPU, with their gradients
+    tables = language.ntoken * (args.ninp + args.nhid)
+    deeper = (args.nlayers - 1) * (2 * args.nhid + 2)
+    lstm = 4 * args.nhid * (args.ninp + args.nhid + 2 + deeper)
+    # Four gates and a state of each token, which the backward pass needs.
+    rows = min(args.bptt, len(language.train) // (args.batch_size * (args.world_size - 1)) - 1)
+    states = 5 * rows * args.batch_size * args.nhid * args.nlayers if cli.on_cpu(args) else 0
+    # Besides, PyTorch needs hundreds of bytes for each of the four parameters of a layer.
+    of_trainer = 4 * (weights * lstm + states) + 1000 * args.nlayers
+    of_server = 4 * weights * tables if 0 in cli.ranks_here(args) else 0
+    cli.require_memory(args, ["ninp", "nhid", "nlayers"],
+                       of_server + n_trainers_here(args) * of_trainer, first_trainer_here(args))
+
+
+def n_trainers_here(args):
+    """How many trainers this command starts; under torchrun, how many this machine has."""
+    return sum(rank > 0 for rank in cli.ranks_here(args))
+
+
+def first_trainer_here(args):
+    """The rank of the first one: under torchrun, it says what is refused."""
+    return max(1, cli.ranks_here(args)[0])
+
+
+def parse_args(argv, parser):
+    """The flags, when corpus and checkpoint are there and fit to them."""
+    args = parser.parse_args(argv)
+    if starts_rank(args, 0) and not starts_rank(args, 1):
+        return args  # the server needs neither
+    language = require_language(args)
+    require_model(language, args)
+    state = checkpoint.inspect(
+        args, needs=("epochs", "vocabulary"),
+        make_model=lambda: LocalRNNModel(language.ntoken, args.ninp, args.nhid, args.nlayers))
+    if state and state["vocabulary"] != language.vocabulary:
+        checkpoint.reject(args, "is of another text; give the --corpus of that one, or another file")
+    if state and len(state["epochs"]) > args.epochs:
+        refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint has "
+               "so many behind it", rank=1)
+    return args
 
 
 def main(argv=None):
     """Train, or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
-    args = build_parser().parse_args(argv)
-    serves_only = starts_rank(args, 0) and not starts_rank(args, 1)
-    if not serves_only:  # the server needs neither text nor checkpoint
-        language = require_language(args)
-        state = checkpoint.inspect(args, LocalRNNModel(language.ntoken, args.ninp, args.nhid, args.nlayers))
-        if state and state["vocabulary"] != language.vocabulary:
-            refuse("--corpus", args.corpus, "a text with the characters of the checkpoint's", rank=1)
-        if state and len(state["epochs"]) > args.epochs:
-            refuse("--epochs", args.epochs, f"at least {len(state['epochs'])}, as many as the checkpoint has", rank=1)
+    args = parse_args(argv, build_parser())
     if args.check:
         return check(args)
     metrics = launch(run_worker, args, role_name)

@@ -15,20 +15,23 @@ def free_port():
 
 @pytest.fixture
 def refused(capfd, monkeypatch, tmp_path):
-    """`refused(main, flags, says)`: these flags end in status 2 and one line, before any process is started."""
+    """`refused(main, flags, says)`: these flags end in status 2 and one line, before any process starts."""
 
     def started(*_, **__):
         raise AssertionError("a process was started")
 
     def refused(main, flags, says):
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("torch.multiprocessing.spawn", started)
+        for start in ("torch.multiprocessing.start_processes", "multiprocessing.forkserver.ensure_running",
+                      "subprocess.Popen"):
+            monkeypatch.setattr(start, started)
         with pytest.raises(SystemExit) as stop:
             main(flags)
         out, err = capfd.readouterr()
         assert stop.value.code == 2
         assert out == ""
         assert len(err.splitlines()) == 1
+        assert err.startswith("error: ")
         for words in says:
             assert words in err
 

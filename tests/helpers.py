@@ -83,11 +83,23 @@ def end(process, within_s=20):
     return process.communicate(timeout=within_s)
 
 
+def children(pid):
+    """Process ids of the children of a process, oldest first."""
+    with contextlib.suppress(OSError):
+        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    return []
+
+
+def descendants(pid):
+    """Process ids of the children of a process, and of theirs."""
+    return [pid for child in children(pid) for pid in (child, *descendants(child))]
+
+
 def workers(process):
-    """Process ids of the spawned ranks, rank 0 first."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-    return sorted(ranks)
+    """Process ids of the started ranks, rank 0 first: children of the fork server, or of the launcher itself."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(process.pid)}
+    servers = [pid for pid, command in commands.items() if "forkserver" in command]
+    return children(servers[0]) if servers else [pid for pid, command in commands.items() if "spawn_main" in command]
 
 
 def nothing_left(process, folder):

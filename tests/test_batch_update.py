@@ -5,18 +5,28 @@ import os
 import re
 import signal
 import struct
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
 import torch
-from torch.futures import Future
+from torch.distributed import rpc
 
 from param_server import batch_update
 from tests.helpers import bad, commands_in, end, faulty, nothing_left, run, running, script, torchrun, workers
 
 MAIN = "param_server/batch_update.py"
 SMALL = ["--arch", "resnet18", "--image_size", "32", "--batch_size", "4", "--num_classes", "5"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Of torch in this process: more would only wait for each other where two test processes share two cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def parsed(*flags):
@@ -45,19 +55,6 @@ def test_no_gradient_is_lost():
             torch.testing.assert_close(parameters, torch.full_like(parameters, expected))
             assert torch.equal(statistics, torch.full_like(statistics, 4.5))  # a mean, not a gradient
             assert min(future.value()[1] for future in futures) >= 0
-
-
-def test_the_batch_of_a_failed_trainer_fails():
-    server = batch_update.BatchUpdateParameterServer(parsed("--world_size", 3))
-    update = batch_update.BatchUpdateParameterServer.update_and_fetch_model
-    waiting = update(server, 1, torch.zeros_like(server.weights))
-    assert not waiting.done()
-    failed = Future()
-    failed.set_exception(RuntimeError("trainer2 is gone"))
-    server.abandon(failed)
-    for future in (waiting, update(server, 1, torch.zeros_like(server.weights))):
-        with pytest.raises(RuntimeError, match="trainer2 is gone"):
-            future.wait()
 
 
 def test_weights_gradients_and_statistics_are_views():
@@ -97,33 +94,45 @@ def test_check_passes(capfd, tmp_path):
     assert err == ""
 
 
-TUTORIALS_STATISTICS = """
-honest = example.BatchUpdateParameterServer.update_and_fetch_model
-@example.rpc.functions.async_execution
-def update_and_fetch_model(self, rank, sent):
-    sent[self.n_params:] = self.weights[self.n_params:]  # nobody sends any
-    return honest(self, rank, sent)
-example.BatchUpdateParameterServer.update_and_fetch_model = update_and_fetch_model
-"""
-LOST_GRADIENT = """
-honest = example.BatchUpdateParameterServer.update_and_fetch_model
-@example.rpc.functions.async_execution
-def update_and_fetch_model(self, rank, sent):
-    if rank == 2:
-        sent[: self.n_params] = 0
-    return honest(self, rank, sent)
-example.BatchUpdateParameterServer.update_and_fetch_model = update_and_fetch_model
-"""
+def change_what_is_sent(change):
+    """In a worker: `change(server, rank, sent)` before the server adds what a trainer has sent."""
+    honest = batch_update.BatchUpdateParameterServer.update_and_fetch_model
+
+    @rpc.functions.async_execution
+    def update_and_fetch_model(self, rank, sent):
+        change(self, rank, sent)
+        return honest(self, rank, sent)
+
+    batch_update.BatchUpdateParameterServer.update_and_fetch_model = update_and_fetch_model
 
 
-@pytest.mark.parametrize(("patch", "fails"), [
-    (LOST_GRADIENT, {"weights", "momentum", "pushed"}), (TUTORIALS_STATISTICS, {"statistics"}),
+def record_with_lost_gradient(rank, world_size, args):
+    def lose(server, rank, sent):
+        if rank == 2:
+            sent[: server.n_params] = 0
+
+    change_what_is_sent(lose)
+    return batch_update.record(rank, world_size, args)
+
+
+def record_with_tutorials_statistics(rank, world_size, args):
+    def send_none(server, rank, sent):
+        sent[server.n_params :] = server.weights[server.n_params :]
+
+    change_what_is_sent(send_none)
+    return batch_update.record(rank, world_size, args)
+
+
+@pytest.mark.parametrize(("record", "fails"), [
+    (record_with_lost_gradient, {"weights", "momentum", "pushed"}),
+    (record_with_tutorials_statistics, {"statistics"}),
 ], ids=["a lost gradient", "the tutorial's statistics"])
-def test_check_can_fail(patch, fails, tmp_path):
-    command = [*faulty("param_server.batch_update", tmp_path, patch), "--check", "--world_size", "3", *SMALL]
-    result = run(command, tmp_path)
-    assert result.returncode == 1
-    assert fails <= set(re.findall(r"\[check\] (.*): differs .* FAIL", result.stdout))
+def test_check_can_fail(record, fails, capfd, monkeypatch, tmp_path):
+    monkeypatch.setattr(batch_update, "record", record)
+    with pytest.raises(SystemExit) as stop:
+        batch_update.main(["--check", "--world_size", "3", "--output_dir", str(tmp_path), *SMALL])
+    assert stop.value.code == 1
+    assert fails <= set(re.findall(r"\[check\] (.*): differs .* FAIL", capfd.readouterr().out))
 
 
 def test_it_learns(tmp_path):
@@ -154,31 +163,57 @@ def test_it_learns(tmp_path):
     assert min(width, height) > 300
 
 
-def test_longer_than_the_timeout(tmp_path):
+LIMIT_S = 0.5  # of a call that gives none of its own
+
+
+def run_slowly(rank, world_size, args):
+    """A training that takes longer than the server's process lets a call take."""
+    honest, call_trainers = batch_update.Trainer.get_next_batch, batch_update.run_trainers
+
+    def slow(self):
+        for batch in honest(self):
+            time.sleep(LIMIT_S)
+            yield batch
+
+    def impatient(*arguments):
+        rpc.api._set_rpc_timeout(LIMIT_S)
+        with pytest.raises(RuntimeError, match="(?i)time"):  # the limit holds
+            rpc.rpc_sync("trainer1", time.sleep, args=(3 * LIMIT_S,))
+        return call_trainers(*arguments)
+
+    batch_update.Trainer.get_next_batch, batch_update.run_trainers = slow, impatient
+    return batch_update.run_worker(rank, world_size, args)
+
+
+def test_longer_than_the_timeout(capfd, monkeypatch, tmp_path):
     """In the tutorial, a training that takes longer than one RPC may (60 s) ends with an error."""
-    patch = """
-import time
-honest = example.Trainer.get_next_batch
-def slow(self):
-    for batch in honest(self):
-        time.sleep(3)
-        yield batch
-example.Trainer.get_next_batch = slow
-"""
-    flags = ["--world_size", "2", "--timeout", "8", "--num_updates", "4", *SMALL]
-    result = run([*faulty("param_server.batch_update", tmp_path, patch), *flags], tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
+    monkeypatch.setattr(batch_update, "run_worker", run_slowly)
+    flags = ["--world_size", "2", "--num_updates", "4", "--output_dir", str(tmp_path), *SMALL]
+    metrics = batch_update.main(flags)
+    assert len(metrics["loss"]) == 4
+    assert capfd.readouterr().err == ""
 
 
 # --- how it is started
 
 
 def test_torchrun(tmp_path):
-    result = run(torchrun(3, MAIN, "--num_updates", 2, *SMALL), tmp_path)
+    result = run(torchrun(2, MAIN, "--num_updates", 2, *SMALL), tmp_path)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("resnet18, 2 trainers: ") == 1
+    assert result.stdout.count("resnet18, 1 trainers: ") == 1
     metrics = json.loads((tmp_path / "outputs/param_server_batch_update/metrics.json").read_text())
-    assert metrics["world_size"] == 3
+    assert metrics["world_size"] == 2  # torchrun's, not the default
+
+
+def test_manual_launch(free_port, capfd, tmp_path):
+    """The other terminal is this process."""
+    flags = ["--world_size=2", "--master_addr=localhost", f"--master_port={free_port}", "--num_updates=2", *SMALL]
+    with running(script(MAIN, "--rank=1", *flags), tmp_path) as trainer:
+        metrics = batch_update.main(["--rank=0", *flags, "--output_dir", str(tmp_path)])
+        assert len(metrics["loss"]) == 2
+        assert capfd.readouterr().out.splitlines()[-1].startswith("resnet18, 1 trainers: ")
+        assert end(trainer) == ("", "")
+        assert trainer.returncode == 0
 
 
 def test_a_terminal_that_dies_ends_the_others(free_port, tmp_path):

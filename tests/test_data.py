@@ -1,12 +1,16 @@
 """Handwritten digits, and torchvision beside a CPU-only torch."""
 
 import struct
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from common import cli, data
 from common.data import fetch_data, load_data
+from common.launch import launch
 from common.vision import import_torchvision
 
 
@@ -64,10 +68,54 @@ def test_mnist_that_cannot_be_had(damage, tmp_path, capsys, monkeypatch):
     assert "--dataset digits" in err
 
 
-def test_one_process_of_each_machine_fetches(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")  # as torchrun does
-    fetch_data(SimpleNamespace(dataset="mnist", data_dir=tmp_path))
-    assert list(tmp_path.iterdir()) == []
+class SlowMNIST:
+    """Like torchvision's, with a server that takes a second for every file."""
+
+    def __init__(self, root, train=True, download=False):
+        path = Path(root, "MNIST", "raw", f"{'train' if train else 't10k'}-images-idx3-ubyte")
+        if download:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb", buffering=0) as file:
+                for number in range(10):
+                    file.write(bytes([number]) * 28 * 28)
+                    time.sleep(0.1)
+        pixels = bytearray(path.read_bytes())
+        self.data = torch.frombuffer(pixels, dtype=torch.uint8).view(-1, 28, 28)
+        self.targets = torch.arange(len(self.data))
+
+
+def fetch_and_load(rank, world_size, args):
+    """On first use, all at the same time; what each rank has loaded is in a file."""
+    data.import_torchvision = lambda: SimpleNamespace(datasets=SimpleNamespace(MNIST=SlowMNIST))
+    fetch_data(args)
+    shapes = [list(half.tensors[0].shape) for half in load_data(args)]
+    (args.output_dir / f"rank{rank}").write_text(str(shapes))
+
+
+def test_one_process_of_each_machine_fetches(tmp_path):
+    """Under torchrun, the others wait until the first one has all files, and never read half of one."""
+    parser = cli.Parser("test", "", world_size=2)
+    data.add_data_flags(parser)
+    folder = tmp_path / "data"
+    flags = ["--dataset", "mnist", "--data_dir", str(folder), "--output_dir", str(tmp_path / "out")]
+    args = parser.parse_args(flags)
+    launch(fetch_and_load, args, lambda rank, world_size: f"rank{rank}")
+    for rank in range(2):
+        assert (tmp_path / f"out/rank{rank}").read_text() == "[[10, 1, 28, 28], [10, 1, 28, 28]]"
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    assert sorted(files) == [f"MNIST/raw/{half}-images-idx3-ubyte" for half in ("t10k", "train")]
+    assert [path.name for path in folder.iterdir()] == ["MNIST"]  # no temporary folder is left
+
+
+def test_nobody_waits_for_ever_for_the_first(tmp_path, monkeypatch, capsys):
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("RANK", "3"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(data, "FETCH_S", 0.5)
+    with pytest.raises(SystemExit) as stop:
+        fetch_data(SimpleNamespace(dataset="mnist", data_dir=tmp_path / "nowhere"))
+    assert stop.value.code == 2
+    assert "does not hold MNIST" in capsys.readouterr().err
+    assert not (tmp_path / "nowhere").exists()  # it has fetched nothing itself
 
 
 def test_torchvision_models_work():

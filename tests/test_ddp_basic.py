@@ -4,29 +4,35 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
+import statistics
 import struct
 import time
 import warnings
 from pathlib import Path
 
 import pytest
+import sklearn.datasets  # noqa: F401  here, for the workers: see `fork_server`
+import sklearn.model_selection  # noqa: F401
 import torch
 from common import checkpoint
 from common.data import load_data
+from common.launch import launch
 from common.vision import import_torchvision
 
 from ddp_basic import elastic
 from ddp_basic import main as ddp_basic
 from ddp_basic.toy import ToyModel, ToyMpModel, seeded, toy_samples
-from tests.helpers import bad, end, faulty, nothing_left, run, running, script, torchrun, workers
+from tests.helpers import bad, end, nothing_left, running, script, torchrun, workers
 
 MAIN, ELASTIC = "ddp_basic/main.py", "ddp_basic/elastic.py"
 DEMOS = ["basic", "checkpoint", "model_parallel"]
 TUTORIALS_PORT = 12355
 EPOCHS = 8
+SLOW_START_S = 100  # that a real process may take on a busy machine
 
 
 def demo(name, folder, *flags):
@@ -64,13 +70,23 @@ def running_torchrun(command, folder, until=None):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """As torchrun has it for its ranks: only on as many threads, the sums are the same to the bit."""
+    """In all processes: sums on another number of threads are not bitwise identical."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
     torch.set_num_threads(threads)
+
+
+def nothing(rank, world_size, args):
+    pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server(one_thread, tmp_path_factory):
+    """Start it with a worker of this module: if it is not running yet, it imports all that is imported here."""
+    launch(nothing, parsed(elastic, tmp_path_factory.mktemp("first")), elastic.role_name)
 
 
 @pytest.fixture
@@ -99,7 +115,7 @@ def lesson(tmp_path_factory):
         outputs = []
         with running(script(MAIN), folder) as one, running_torchrun(torchrun(2, MAIN, "--check"), folder) as two:
             for process in (one, two):
-                outputs.append(end(process, within_s=60))
+                outputs.append(end(process, within_s=SLOW_START_S))
                 assert process.returncode == 0, outputs[-1]
             taken.rmdir()
     nothing_left(one, folder)
@@ -141,21 +157,30 @@ def test_check_passes(lesson):
         assert line.endswith("(tolerance 1e-05) ok" if "gradients" in line else to_the_bit)
 
 
-def test_check_can_fail(tmp_path):
-    """Without DDP each rank goes its own way."""
-    patch = """
-import torch
 class Plain(torch.nn.Module):
+    """What DDP is not."""
+
     def __init__(self, module, **_):
         super().__init__()
         self.module = module
+
     def forward(self, x):
         return self.module(x)
-example.DDP = Plain
-"""
-    result = run([*faulty("ddp_basic.main", tmp_path, patch), "--check"], tmp_path)
-    assert result.returncode == 1
-    verdicts = {line.split(": ")[0]: line.split()[-1] for line in result.stdout.splitlines() if "[check]" in line}
+
+
+def without_ddp(rank, world_size, args):
+    ddp_basic.DDP = Plain
+    return ddp_basic.run_worker(rank, world_size, args)
+
+
+def test_check_can_fail(monkeypatch, capfd, tmp_path):
+    """Without DDP each rank goes its own way."""
+    monkeypatch.setattr(ddp_basic, "run_worker", without_ddp)
+    with pytest.raises(SystemExit) as stop:
+        demo("all", tmp_path, "--check")
+    assert stop.value.code == 1
+    verdicts = {line.split(": ")[0]: line.split()[-1] for line in capfd.readouterr().out.splitlines()
+                if "[check]" in line}
     assert len(verdicts) == 7
     for what, verdict in verdicts.items():
         assert verdict == ("ok" if what.endswith("loaded") else "FAIL")
@@ -205,12 +230,17 @@ def test_check_on_two_gpus_each(tmp_path):
 
 
 def test_all_wait_for_the_slow_rank(tmp_path, capfd):
-    skew = demo("skew", tmp_path, "--slow_rank", 0, "--delay", 0.3, "--timeout", 20, "--steps", 4)["skew"]
-    assert skew["compute_s"][0] > skew["wait_s"][0]
-    assert skew["compute_s"][1] < skew["wait_s"][1]
-    for spans in skew["spans"]:
+    skew = demo("skew", tmp_path, "--slow_rank", 0, "--delay", 0.3, "--timeout", 60, "--steps", 4)["skew"]
+    for spans, compute_s, wait_s in zip(skew["spans"], skew["compute_s"], skew["wait_s"], strict=True):
         assert len(spans) == 4
         assert spans[-1][-1] > 3 * 0.3  # nobody is ahead of the slow rank by more than a step
+        assert compute_s == statistics.median(backward - start for start, backward, _ in spans)
+        assert wait_s == statistics.median(end - backward for _, backward, end in spans)
+    # On a busy machine any rank may wait in any step; but not in all.
+    slow, fast = ([(backward - start, end - backward) for start, backward, end in spans] for spans in skew["spans"])
+    assert any(compute > wait for compute, wait in slow)
+    assert any(compute < wait for compute, wait in fast)
+    assert min(compute for compute, _ in slow) >= 0.3
     assert capfd.readouterr().out.splitlines()[-1].startswith("skew on 2 ranks: a step takes 0.")
     width, height = struct.unpack(">II", (tmp_path / "skew.png").read_bytes()[16:24])
     assert min(width, height) > 300
@@ -260,33 +290,40 @@ def test_elastic_learns(undisturbed):
     assert metrics["attempts"] == 1
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_killed_at_a_random_moment(seed, undisturbed, tmp_path):
-    """All epochs are done, none twice, and not a bit tells that a worker was killed."""
-    rng = random.Random(seed)
+def test_killed_twice_at_random_moments(undisturbed, tmp_path):
+    """All epochs are done, none twice, and not a bit tells that workers were killed."""
+    rng = random.Random(0)
     leftover = tmp_path / ".run.pt.4711.tmp"
     leftover.write_text("half a checkpoint")
     command = torchrun(2, ELASTIC, "--epochs", EPOCHS, "--checkpoint", "run.pt")
-    command[3:3] = ["--max_restarts", "3"]
+    command[3:3] = ["--max_restarts", "4"]
+    told = []
     with running_torchrun(command, tmp_path, until="attempt 1: starts with epoch 1") as process:
-        for epoch in range(1, rng.randint(2, EPOCHS - 2)):
-            began = time.monotonic()
-            assert f"epoch {epoch} " in process.stdout.readline()
-        time.sleep(rng.uniform(0, time.monotonic() - began))  # some moment of the next epoch
-        os.kill(rng.choice(ranks_of(process)), signal.SIGKILL)
-        out, err = end(process, within_s=60)
+        for last in (rng.randint(1, 2), rng.randint(4, EPOCHS - 3)):
+            epoch = 0
+            while epoch < last:
+                began = time.monotonic()
+                told.append(process.stdout.readline())
+                assert told[-1], process.stderr.read()
+                epoch = max(epoch, *map(int, re.findall(r"^\[rank0\] epoch (\d+) ", told[-1])), 0)
+            time.sleep(rng.uniform(0, time.monotonic() - began))  # some moment of the next epoch
+            os.kill(rng.choice(ranks_of(process)), signal.SIGKILL)
+        out, err = end(process, within_s=SLOW_START_S)
         assert process.returncode == 0, err
-    assert out.count("[rank0] attempt 2: resumed after epoch ") == 1
-    assert out.splitlines()[-1].startswith(f"{EPOCHS} epochs on 2 ranks: test accuracy ")
+    told += out.splitlines()
+    resumed = [int(line.split()[2].rstrip(":")) for line in told if "resumed after epoch " in line]
+    assert len(resumed) >= 2
+    assert len(set(resumed)) == len(resumed)
+    assert told[-1].startswith(f"{EPOCHS} epochs on 2 ranks: test accuracy ")
     metrics = json.loads((tmp_path / "outputs/ddp_basic/elastic/metrics.json").read_text())
-    assert metrics["attempts"] in (2, 3, 4)
-    if metrics["attempts"] > 2:  # seen once in 300 runs, on a busy machine; the training survived that, too
-        warnings.warn(f"torchrun needed attempt {metrics['attempts']} after one kill: {err}", stacklevel=1)
+    assert metrics["attempts"] in (3, 4, 5)
+    if metrics["attempts"] > 3:  # seen once in 300 runs, on a busy machine; the training survived that, too
+        warnings.warn(f"torchrun needed attempt {metrics['attempts']} after two kills: {err}", stacklevel=1)
     whole, state = undisturbed
     assert metrics["history"] == whole["history"]
-    resumed = torch.load(tmp_path / "run.pt", weights_only=True)
+    trained = torch.load(tmp_path / "run.pt", weights_only=True)
     for name, weights in state["model"].items():
-        assert torch.equal(resumed["model"][name], weights)
+        assert torch.equal(trained["model"][name], weights)
 
 
 def write_for_ever(state, args, started):
@@ -376,11 +413,11 @@ def test_batches_follow_from_seed_and_epoch(tmp_path):
     *(bad("--local_batch_size", value, says=("--local_batch_size", value, "at least 1")) for value in ("0", "-20")),
     *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "nan")),
     *(bad("--delay", value, says=("--delay", value, "at least 0")) for value in ("-1", "inf")),
-    bad("--timeout", "0", says=("--timeout", "0", "above 0")),
+    bad("--timeout", "0", says=("--timeout", "'0'", "at least 0.01")),
     bad("--demo", "advanced", says=("--demo", "advanced", "checkpoint")),
-    bad("--demo", "skew", "--slow_rank", "2", says=("--slow_rank", "'2'", "below --world_size 2")),
+    bad("--demo", "skew", "--slow_rank", "2", says=("--slow_rank 2 must be below --world_size 2",)),
     bad("--slow_rank", "-1", says=("--slow_rank", "-1", "at least 0")),
-    bad("--demo", "skew", "--check", says=("--demo", "skew", "--check")),
+    bad("--demo", "skew", "--check", says=("--demo skew", "--check")),
     bad("--rank", "2", "--master_addr", "localhost", says=("--rank", "2", "below")),
     bad("--output_dir", "/dev/null", says=("--output_dir", "/dev/null", "written")),
 ])
@@ -392,8 +429,8 @@ def test_bad_input(flags, says, refused):
     *(bad("--epochs", value, says=("--epochs", value, "at least 1")) for value in ("0", "ten")),
     *(bad("--global_batch_size", value, says=("--global_batch_size", value, "at least 1 and at most 1437"))
       for value in ("0", "1438")),
-    bad("--global_batch_size", "15", says=("--global_batch_size", "15", "a multiple of --world_size 2")),
-    bad("--world_size", "2000", says=("--global_batch_size", "32", "a multiple of --world_size 2000")),
+    bad("--global_batch_size", "15", says=("--global_batch_size 15 must be a multiple of --world_size 2",)),
+    bad("--world_size", "20", says=("--global_batch_size 32 must be a multiple of --world_size 20",)),
     bad("--lr", "-0.1", says=("--lr", "-0.1", "above 0")),
     bad("--dataset", "cifar", says=("--dataset", "cifar", "mnist")),
     bad("--checkpoint", "/dev/null/run.pt", says=("--checkpoint", "/dev/null/run.pt", "written")),
@@ -430,6 +467,6 @@ def test_not_this_trainings_checkpoint(kind, tmp_path, refused):
     elif kind == "text":
         path.write_text("lr = 0.01\n")
     before = path.read_bytes()
-    says = [kind, "as in the checkpoint"] if kind.startswith("--") else [str(path)]
+    says = [kind, "as in --checkpoint"] if kind.startswith("--") else [str(path)]
     refused(elastic.main, ["--checkpoint", str(path)], says)
     assert path.read_bytes() == before

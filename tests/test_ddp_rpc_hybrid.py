@@ -4,20 +4,20 @@ import json
 import os
 import signal
 import struct
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 from common.launch import launch
-from common.session import device_for, rpc_session
+from common.session import device_for, rpc_options
 from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
+from torch.futures import Future
 
 from ddp_rpc_hybrid import main as hybrid
-from tests.helpers import bad, commands_in, end, faulty, nothing_left, run, running, script, torchrun, workers
+from tests.helpers import bad, commands_in, end, nothing_left, run, running, script, torchrun, workers
 
 MAIN = "ddp_rpc_hybrid/main.py"
 
@@ -82,7 +82,9 @@ def test_the_master_passes_each_trainers_rank_and_no_timeout(monkeypatch):
 
     def rpc_async(*arguments, **options):
         calls.append((arguments, options))
-        return SimpleNamespace(wait=lambda: "result")
+        future = Future()
+        future.set_result("result")
+        return future
 
     monkeypatch.setattr(hybrid.rpc, "rpc_async", rpc_async)
     monkeypatch.setattr(hybrid.rpc, "remote", lambda *_, **__: "table")
@@ -106,37 +108,50 @@ def test_check_passes(flags, capfd, tmp_path):
     assert err == ""
 
 
-PLAIN_MODULE = """
-import torch
-class Plain(torch.nn.Module):
+class PlainModule(nn.Module):
+    """In the place of DDP: averages nothing."""
+
     def __init__(self, module, device_ids):
         super().__init__()
         self.module = module
+
     def forward(self, x):
         return self.module(x)
-example.DDP = Plain
-"""
-PLAIN_OPTIMIZER = """
-import torch
-class Plain:
+
+
+class PlainOptimizer:
+    """In the place of DistributedOptimizer: looks for gradients where there are none, and for local parameters only."""
+
     def __init__(self, optimizer_class, param_rrefs, lr):
         here = [rref.local_value() for rref in param_rrefs if rref.is_owner()]
         self.optimizer = torch.optim.SGD(here, lr=lr)
+
     def step(self, context_id):
         self.optimizer.step()
-example.DistributedOptimizer = Plain
-"""
 
 
-@pytest.mark.parametrize(("patch", "wrong"), [
-    (PLAIN_MODULE, ["replicas of the dense part", "dense part", "looked-up rows after step 2"]),
-    (PLAIN_OPTIMIZER, ["dense part", "looked-up rows after step 1", "looked-up rows after step 2"]),
+def record_without_ddp(rank, world_size, args):
+    hybrid.DDP = PlainModule
+    return hybrid.record(rank, world_size, args)
+
+
+def record_with_a_plain_optimizer(rank, world_size, args):
+    hybrid.DistributedOptimizer = PlainOptimizer
+    return hybrid.record(rank, world_size, args)
+
+
+@pytest.mark.parametrize(("record", "wrong"), [
+    (record_without_ddp, ["replicas of the dense part", "dense part", "looked-up rows after step 2"]),
+    (record_with_a_plain_optimizer, ["dense part", "looked-up rows after step 1", "looked-up rows after step 2"]),
 ], ids=["without DDP", "a plain optimizer, which silently does nothing"])
-def test_check_can_fail(patch, wrong, tmp_path):
-    result = run([*faulty("ddp_rpc_hybrid.main", tmp_path, patch), "--check"], tmp_path)
-    assert result.returncode == 1
+def test_check_can_fail(record, wrong, monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr(hybrid, "record", record)
+    with pytest.raises(SystemExit) as stop:
+        hybrid.main(["--check", "--output_dir", str(tmp_path)])
+    assert stop.value.code == 1
+    lines = capfd.readouterr().out.splitlines()
     for what in wrong:
-        assert any(f"] {what}: differs" in line and line.endswith("FAIL") for line in result.stdout.splitlines()), what
+        assert any(f"] {what}: differs" in line and line.endswith("FAIL") for line in lines), what
 
 
 class Sum(nn.Module):
@@ -165,14 +180,17 @@ def step_often(rref, optimizer_class):
 
 
 def step_together(rank, world_size, args):
-    with rpc_session(hybrid.role_name(rank, world_size), rank, world_size, args.timeout):
-        if hybrid.role_name(rank, world_size) != "master":
-            return None
+    role = hybrid.role_name(rank, world_size)
+    rpc.init_rpc(role, rank=rank, world_size=world_size, rpc_backend_options=rpc_options(args))
+    counted = None
+    if role == "master":
         rref = rpc.remote("ps", Sum)
         trainers = [rpc.rpc_async(f"trainer{rank}", step_often, args=(rref, hybrid.SGD)) for rank in (0, 1)]
         for trainer in trainers:
             trainer.wait()
-        return {"lost": rref.rpc_sync().lost(-60.0)}
+        counted = {"lost": rref.rpc_sync().lost(-60.0)}
+    rpc.shutdown()
+    return counted
 
 
 def test_no_update_is_lost():
@@ -181,11 +199,12 @@ def test_no_update_is_lost():
 
 
 def test_training(tmp_path):
-    """The README's first command."""
-    result = run(script(*commands_in("ddp_rpc_hybrid/README.md")[0][1:]), tmp_path)
+    """The README's first command, with fewer epochs."""
+    result = run([*script(*commands_in("ddp_rpc_hybrid/README.md")[0][1:]), "--epochs", "60"], tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     metrics = json.loads((tmp_path / "outputs/ddp_rpc_hybrid/metrics.json").read_text())
-    assert len(metrics["epochs"]) == 100
+    assert len(metrics["epochs"]) == 60
+    assert parsed().epochs == 100  # without the flag
     assert metrics["epochs"][0]["accuracy"] < 2 / 8
     last = metrics["epochs"][-10:]
     assert sum(epoch["accuracy"] for epoch in last) / 10 > 3 / 8  # chance is 1/8
@@ -252,7 +271,7 @@ def test_killed(rank, tmp_path):
       for flag in ("epochs", "num_embeddings", "embedding_dim")),
     bad("--num_classes", "1", says=("--num_classes", "'1'", "at least 2")),
     *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "inf")),
-    bad("--timeout", "-1", says=("--timeout", "-1", "above 0")),
+    bad("--timeout", "-1", says=("--timeout", "-1", "at least 0.01")),
     bad("--rank", "4", "--master_addr", "localhost", says=("--rank", "4", "below")),
     bad("--output_dir", "/dev/null", says=("--output_dir", "/dev/null", "written")),
     bad("--dense", says=("--dense",)),

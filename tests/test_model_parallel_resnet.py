@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -12,15 +14,24 @@ from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet import schedules
 from model_parallel_resnet.main import micro_batches
 from model_parallel_resnet.stages import ResNetShard1, ResNetShard2, parameters_of, whole_resnet
-from tests.helpers import bad, commands_in, end, faulty, nothing_left, run, running, script, torchrun, workers
+from tests.helpers import bad, commands_in, end, nothing_left, run, running, script, torchrun, workers
 
 MAIN, SCHEDULES = "model_parallel_resnet/main.py", "model_parallel_resnet/schedules.py"
 SMALL = ["--arch", "resnet18", "--image_size", "64", "--batch_size", "8"]
-BRIEF = [*SMALL, "--num_splits", "1", "2", "--num_batches", "1"]
+BRIEF = [*SMALL, "--num_splits", "1", "4", "--num_batches", "1"]
 
 
-def verdicts(result):
-    rows = [line for line in result.stdout.splitlines() if line.startswith("[check]") and "training mode" not in line]
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Of torch in this process: more would only wait for each other where two test processes share two cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def verdicts(out):
+    rows = [line for line in out.splitlines() if line.startswith("[check]") and "training mode" not in line]
     return {row.split("] ")[1].split(":")[0]: row.split()[-1] for row in rows}
 
 
@@ -76,44 +87,70 @@ def test_check_passes(main, flags, capfd, tmp_path):
     assert shown[1] > 0.01
 
 
-PLAIN = """
-import torch
-class Plain:
+def failed(main, flags, folder, capfd):
+    """What a run or check that ends with status 1 prints: stdout and stderr."""
+    with pytest.raises(SystemExit) as stop:
+        main([*flags, "--output_dir", str(folder)])
+    assert stop.value.code == 1
+    return capfd.readouterr()
+
+
+class PlainOptimizer:
+    """Stands for DistributedOptimizer, and steps with `.grad` on each worker."""
+
     def __init__(self, optimizer_class, param_rrefs, lr):
         here = [rref.local_value() for rref in param_rrefs if rref.is_owner()] or [torch.nn.Parameter(torch.ones(1))]
         self.optimizer = torch.optim.SGD(here, lr=lr)
+
     def step(self, context_id):
         self.optimizer.step()
-example.DistributedOptimizer = Plain
-"""
 
 
-def test_check_sees_a_plain_optimizer(tmp_path):
+def record_with_plain_optimizer(rank, world_size, args):
+    rpc_pipeline.DistributedOptimizer = PlainOptimizer
+    return rpc_pipeline.record(rank, world_size, args)
+
+
+def run_with_plain_optimizer(rank, world_size, args):
+    rpc_pipeline.DistributedOptimizer = PlainOptimizer
+    return rpc_pipeline.run_worker(rank, world_size, args)
+
+
+def record_in_wrong_order(rank, world_size, args):
+    in_order = rpc_pipeline.wait_all
+    rpc_pipeline.wait_all = lambda futures: in_order(futures)[::-1]
+    return rpc_pipeline.record(rank, world_size, args)
+
+
+def record_without_scaling(rank, world_size, args):
+    unscaled = partial(schedules.ScheduleGPipe, scale_grads=False)
+    schedules.ScheduleGPipe = schedules.SCHEDULES["gpipe"] = unscaled
+    return schedules.record(rank, world_size, args)
+
+
+def run_with_split_size(rank, world_size, args):
+    rpc_pipeline.micro_batches = lambda xs, num_split: xs.split(num_split)
+    return rpc_pipeline.run_worker(rank, world_size, args)
+
+
+def test_check_sees_a_plain_optimizer(tmp_path, capfd, monkeypatch):
     """With distributed autograd the gradients are in the context, not in `.grad`: the step is silent, and no step."""
-    command = [*faulty("model_parallel_resnet.main", tmp_path, PLAIN), "--check", *SMALL, "--num_splits", "1"]
-    result = run(command, tmp_path)
-    assert result.returncode == 1
-    assert verdicts(result) == {"splits 1, outputs": "ok", "splits 1, gradients": "ok", "splits 1, parameters": "FAIL"}
+    monkeypatch.setattr(rpc_pipeline, "record", record_with_plain_optimizer)
+    out, _ = failed(rpc_pipeline.main, ["--check", *SMALL, "--num_splits", "1"], tmp_path, capfd)
+    assert verdicts(out) == {"splits 1, outputs": "ok", "splits 1, gradients": "ok", "splits 1, parameters": "FAIL"}
 
 
-def test_check_sees_a_wrong_order(tmp_path):
-    patch = "import torch\nexample.torch.futures.wait_all = lambda futures: [f.wait() for f in futures][::-1]"
-    command = [*faulty("model_parallel_resnet.main", tmp_path, patch), "--check", *SMALL, "--num_splits", "2"]
-    result = run(command, tmp_path)
-    assert result.returncode == 1
-    assert verdicts(result)["splits 2, outputs"] == "FAIL"
+def test_check_sees_a_wrong_order(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(rpc_pipeline, "record", record_in_wrong_order)
+    out, _ = failed(rpc_pipeline.main, ["--check", *SMALL, "--num_splits", "2"], tmp_path, capfd)
+    assert verdicts(out)["splits 2, outputs"] == "FAIL"
 
 
-def test_check_sees_gradients_that_are_not_scaled(tmp_path):
+def test_check_sees_gradients_that_are_not_scaled(tmp_path, capfd, monkeypatch):
     """Of a mean over each micro-batch, not over the batch."""
-    patch = """
-from functools import partial
-example.ScheduleGPipe = example.SCHEDULES["gpipe"] = partial(example.ScheduleGPipe, scale_grads=False)
-"""
-    command = [*faulty("model_parallel_resnet.schedules", tmp_path, patch), "--check", *SMALL, "--num_splits", "2"]
-    result = run(command, tmp_path)
-    assert result.returncode == 1
-    assert {what for what, verdict in verdicts(result).items() if verdict == "FAIL"} == {
+    monkeypatch.setattr(schedules, "record", record_without_scaling)
+    out, _ = failed(schedules.main, ["--check", *SMALL, "--num_splits", "2"], tmp_path, capfd)
+    assert {what for what, verdict in verdicts(out).items() if verdict == "FAIL"} == {
         "splits 2, gradients", "splits 2, parameters"}
 
 
@@ -162,48 +199,82 @@ def test_readme_command(tmp_path):
             assert sorted(numbers) == sorted([0] * 3 + [0, 1, 2] * 3)  # a warm-up and two batches of each count
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_schedules(schedule, tmp_path):
-    flags = [*SMALL, "--num_splits", 1, 4, "--num_batches", 1, "--timeline", "--schedule", schedule]
-    result = run(script(SCHEDULES, *flags), tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    metrics = rows_of(tmp_path, "model_parallel_resnet/schedules")
+@pytest.fixture(scope="module")
+def gpipe(tmp_path_factory):
+    """A short run of schedules.py as a user starts it, and its folder."""
+    folder = tmp_path_factory.mktemp("gpipe")
+    return run(script(SCHEDULES, *BRIEF, "--timeline"), folder), folder
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory):
+    """A short run of main.py under torchrun, and its folder."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    return run(torchrun(3, MAIN, *BRIEF), folder), folder
+
+
+def require_schedule(folder, schedule):
+    metrics = rows_of(folder, "model_parallel_resnet/schedules")
     assert metrics["schedule"] == schedule
-    numbers = forward_and_backward(tmp_path / "outputs/model_parallel_resnet/schedules", "stage1")
+    numbers = forward_and_backward(folder / "outputs/model_parallel_resnet/schedules", "stage1")
     assert numbers["forward"] == numbers["backward"] == [0, 0, 1, 2, 3] * 2
 
 
-def test_both_ways_learn_the_same(tmp_path):
+def test_gpipe(gpipe):
+    result, folder = gpipe
+    assert (result.returncode, result.stderr) == (0, "")
+    require_schedule(folder, "gpipe")
+
+
+def test_1f1b(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    schedules.main([*BRIEF, "--timeline", "--schedule", "1f1b"])
+    assert capfd.readouterr().err == ""
+    require_schedule(tmp_path, "1f1b")
+
+
+def test_both_ways_learn_the_same(under_torchrun, gpipe):
     """One step after the other from the same weights, on the same batch: the losses are those of the other script."""
-    losses = [main([*BRIEF, "--output_dir", str(tmp_path)])["losses"] for main in (rpc_pipeline.main, schedules.main)]
+    losses = [rows_of(folder, example)["losses"] for (_, folder), example in (
+        (under_torchrun, "model_parallel_resnet"), (gpipe, "model_parallel_resnet/schedules"))]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
-def test_run_sees_a_split_size(tmp_path):
+def test_run_sees_a_split_size(tmp_path, capfd, monkeypatch):
     """As in the tutorial, where `xs.split` gets the number as a size: the table's first column would be wrong."""
-    patch = "example.micro_batches = lambda xs, num_split: xs.split(num_split)"
-    result = run([*faulty("model_parallel_resnet.main", tmp_path, patch), *BRIEF], tmp_path)
-    assert result.returncode == 1
-    assert "worker1 had 8 micro-batches with --num_splits 1" in result.stderr
+    monkeypatch.setattr(rpc_pipeline, "run_worker", run_with_split_size)
+    _, err = failed(rpc_pipeline.main, BRIEF, tmp_path, capfd)
+    assert "worker1 had 8 micro-batches with --num_splits 1" in err
 
 
-def test_run_sees_a_plain_optimizer(tmp_path):
-    result = run([*faulty("model_parallel_resnet.main", tmp_path, PLAIN), *BRIEF], tmp_path)
-    assert result.returncode == 1
-    assert "the parameters of worker1 have not changed" in result.stderr
+def test_run_sees_a_plain_optimizer(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(rpc_pipeline, "run_worker", run_with_plain_optimizer)
+    _, err = failed(rpc_pipeline.main, BRIEF, tmp_path, capfd)
+    assert "the parameters of worker1 have not changed" in err
 
 
-def test_run_sees_a_loss_that_does_not_fall(tmp_path):
-    result = run(script(SCHEDULES, *BRIEF, "--lr", 1e6), tmp_path)
-    assert result.returncode == 1
-    assert "the loss of the same batch has not fallen" in result.stderr
+def test_run_sees_a_loss_that_does_not_fall(tmp_path, capfd):
+    _, err = failed(schedules.main, [*BRIEF, "--lr", "1e6"], tmp_path, capfd)
+    assert "the loss of the same batch has not fallen" in err
 
 
-def test_torchrun(tmp_path):
-    result = run(torchrun(3, MAIN, *BRIEF), tmp_path)
+def test_torchrun(under_torchrun):
+    result, folder = under_torchrun
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("[master] batch 1  splits 2") == result.stdout.count("best with num_split") == 1
-    assert rows_of(tmp_path, "model_parallel_resnet")["world_size"] == 3
+    assert result.stdout.count("[master] batch 1  splits 4") == result.stdout.count("best with num_split") == 1
+    assert rows_of(folder, "model_parallel_resnet")["world_size"] == 3
+
+
+def test_manual_launch(free_port, tmp_path):
+    """One terminal is a process of its own, the two others are threads of this one."""
+    flags = [*BRIEF, "--master_addr=localhost", f"--master_port={free_port}"]
+    with running(script(MAIN, "--rank=2", *flags), tmp_path) as worker2, ThreadPoolExecutor(1) as terminal:
+        worker1 = terminal.submit(rpc_pipeline.main, ["--rank=1", *flags, "--output_dir", str(tmp_path / "1")])
+        metrics = rpc_pipeline.main(["--rank=0", *flags, "--output_dir", str(tmp_path / "0")])
+        assert [row["num_split"] for row in metrics["rows"]] == [1, 4]
+        assert worker1.result() is None
+        assert end(worker2) == ("", "")
+        assert worker2.returncode == 0
 
 
 @pytest.mark.parametrize(("path", "rank", "name", "others"), [
@@ -219,24 +290,24 @@ def test_killed(path, rank, name, others, tmp_path):
 
 BAD = [
     *(bad("--num_splits", value, says=("--num_splits", f"'{value}'", "at least 1")) for value in ("0", "-1", "two")),
-    bad("--num_splits", 4, 16, "--batch_size", 8, says=("--num_splits", "'16'", "at most 8")),
+    bad("--num_splits", 4, 16, "--batch_size", 8, says=("--num_splits 16 must be at most --batch_size 8",)),
     *(bad(f"--{flag}", "0", says=(f"--{flag}", "'0'", "at least 1")) for flag in ("batch_size", "num_batches")),
     bad("--num_classes", "1", says=("--num_classes", "'1'", "at least 2")),
     bad("--image_size", "31", says=("--image_size", "'31'", "at least 32")),
-    bad("--image_size", 32, "--batch_size", 8, says=("--image_size", "'32'", "more than 32")),
+    bad("--image_size", 32, "--batch_size", 8, says=("--image_size 32 must be above 32 with",)),
     bad("--arch", "vgg", says=("--arch", "vgg", "resnet50")),
     bad("--lr", "nan", says=("--lr", "nan", "above 0")),
 ]
 
 
-@pytest.mark.parametrize(("flags", "says"), [*BAD, bad("--world_size", 4, says=("--world_size", "'4'", "3"))])
+@pytest.mark.parametrize(("flags", "says"), [*BAD, bad("--world_size", 4, says=("--world_size 4 must be 3",))])
 def test_bad_input(flags, says, refused):
     refused(rpc_pipeline.main, flags, says)
 
 
 @pytest.mark.parametrize(("flags", "says"), [
-    bad("--world_size", 3, says=("--world_size", "'3'", "2")),
-    bad("--num_splits", 3, says=("--num_splits", "'3'", "a divisor of --batch_size 32")),
+    bad("--world_size", 3, says=("--world_size 3 must be 2",)),
+    bad("--num_splits", 3, says=("--num_splits 3 must be a divisor of --batch_size 32",)),
     bad("--schedule", "zb", says=("--schedule", "zb", "1f1b"))])
 def test_bad_input_of_schedules(flags, says, refused):
     refused(schedules.main, flags, says)

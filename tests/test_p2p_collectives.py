@@ -2,15 +2,19 @@
 
 import json
 import os
+import shutil
 import signal
 import struct
 from types import SimpleNamespace
 
 import pytest
+import sklearn.datasets  # noqa: F401  here, for the workers: see `fork_server`
+import sklearn.model_selection  # noqa: F401
 import torch
 import torch.distributed as dist
+from common import checkpoint
 from common.launch import launch
-from common.session import process_group
+from common.session import group_options
 from common.vision import import_torchvision
 
 from p2p_collectives import init_methods, ring_allreduce, train
@@ -18,10 +22,13 @@ from p2p_collectives import main as demos
 from p2p_collectives.partition import DataPartitioner
 from p2p_collectives.ring_allreduce import fit_model, model_seconds
 from p2p_collectives.rings import RingAllReduce
-from tests.helpers import bad, commands_in, end, faulty, nothing_left, run, running, script, torchrun, workers
+from tests.helpers import bad, commands_in, end, nothing_left, run, running, script, torchrun, workers
 from tests.test_data import write_mnist
 
 README = "p2p_collectives/README.md"
+TRAIN = "p2p_collectives/train.py"
+SOME = ["--sync", "flat", "--epochs", "4"]
+SLOW_START_S = 100  # that a real process may take on a busy machine
 
 
 @pytest.fixture
@@ -32,8 +39,33 @@ def alone(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
 
 
+@pytest.fixture
+def group_of_one(alone):
+    """The process group of that world."""
+    dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def nothing(rank, world_size, args):
+    pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server(tmp_path_factory):
+    """Start it with a worker of this module: if it is not running yet, it imports all that is imported here."""
+    launch(nothing, flags(train.build_parser(), tmp_path_factory.mktemp("first")), train.role_name)
+
+
 def flags(parser, folder, *given):
     return parser.parse_args(["--output_dir", str(folder / "out"), *map(str, given)])
+
+
+def fails(main, folder, *given):
+    """Run a lesson, in which a worker makes a mistake: status 1."""
+    with pytest.raises(SystemExit) as stop:
+        main(["--output_dir", str(folder), *map(str, given)])
+    assert stop.value.code == 1
 
 
 # --- messages and collectives
@@ -65,27 +97,30 @@ def test_check_of_the_demos(capfd, tmp_path):
     assert capfd.readouterr().out.count(" ok\n") == 19
 
 
+def with_the_wrong_operator(rank, world_size, args):
+    dist.ReduceOp.MAX = dist.ReduceOp.SUM
+    return demos.run_worker(rank, world_size, args)
+
+
 @pytest.mark.parametrize("flag", [[], ["--check"]])
-def test_demos_can_fail(flag, tmp_path):
+def test_demos_can_fail(flag, monkeypatch, capfd, tmp_path):
     """The tutorial's reduce_op is gone; whoever reduces with the wrong operator must hear of it."""
-    patch = "example.dist.ReduceOp.MAX = example.dist.ReduceOp.SUM"
-    command = [*faulty("p2p_collectives.main", tmp_path, patch), "--world_size", "2", "--demo", "collectives", *flag]
-    result = run(command, tmp_path)
-    assert result.returncode == 1
-    assert "all_reduce MAX" in (result.stdout if flag else result.stdout.splitlines()[-1])
-    assert "FAIL" in result.stdout
+    monkeypatch.setattr(demos, "run_worker", with_the_wrong_operator)
+    fails(demos.main, tmp_path, "--world_size", 2, "--demo", "collectives", *flag)
+    out = capfd.readouterr().out
+    assert "all_reduce MAX" in (out if flag else out.splitlines()[-1])
+    assert "FAIL" in out
 
 
-def test_a_gap_of_the_backend_is_said(alone):
+def test_a_gap_of_the_backend_is_said(group_of_one):
     def not_there(tensor):
         raise RuntimeError("Backend gloo does not support this\nat some line")
 
-    with process_group(0, 1, 10):
-        outcome = demos.refused(not_there, torch.zeros(1))
-        assert outcome.says == "not in gloo: Backend gloo does not support this"
-        assert demos.refused(dist.all_reduce, torch.zeros(1)) is None
-        with pytest.raises(RuntimeError, match="another"):
-            demos.refused(lambda: (_ for _ in ()).throw(RuntimeError("another matter")))
+    outcome = demos.refused(not_there, torch.zeros(1))
+    assert outcome.says == "not in gloo: Backend gloo does not support this"
+    assert demos.refused(dist.all_reduce, torch.zeros(1)) is None
+    with pytest.raises(RuntimeError, match="another"):
+        demos.refused(lambda: (_ for _ in ()).throw(RuntimeError("another matter")))
 
 
 # --- rings
@@ -112,11 +147,12 @@ def bytes_sent(rank, world_size, args):
 
     ring_allreduce.dist.isend = counting
     totals = {}
-    with process_group(rank, world_size, args.timeout):
-        for name, ring in ring_allreduce.algorithms(torch.float32).items():
-            sent.clear()
-            ring(torch.ones(1000))
-            totals[name] = sum(sent)
+    dist.init_process_group(**group_options(args), rank=rank, world_size=world_size)
+    for name, ring in ring_allreduce.algorithms(torch.float32).items():
+        sent.clear()
+        ring(torch.ones(1000))
+        totals[name] = sum(sent)
+    dist.destroy_process_group()
     return totals if rank == 0 else None
 
 
@@ -153,13 +189,16 @@ def test_algorithms_take_turns(alone, monkeypatch, tmp_path):
     assert order == ["all_reduce", "B"] * 3
 
 
-def test_a_wrong_sum_is_not_timed(tmp_path):
-    patch = "example.ring_chunked = lambda tensor: None"
-    result = run([*faulty("p2p_collectives.ring_allreduce", tmp_path, patch), "--world_size", "2", "--sizes", "64"],
-                 tmp_path)
-    assert result.returncode == 1
-    assert "ring_chunked has summed 64 B wrongly" in result.stderr
-    assert not (tmp_path / "outputs/p2p_collectives/ring_allreduce/metrics.json").exists()
+def with_a_ring_that_does_nothing(rank, world_size, args):
+    ring_allreduce.ring_chunked = lambda tensor: None
+    return ring_allreduce.run_worker(rank, world_size, args)
+
+
+def test_a_wrong_sum_is_not_timed(monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr(ring_allreduce, "run_worker", with_a_ring_that_does_nothing)
+    fails(ring_allreduce.main, tmp_path, "--world_size", 2, "--sizes", 64)
+    assert "ring_chunked has summed 64 B wrongly" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []  # no metrics.json
 
 
 def test_model_is_recovered():
@@ -172,14 +211,13 @@ def test_no_model_of_one_size():
     assert fit_model(4, [(2**20, 0.1), (2**21, 0.1 / 4)]) is None  # more bytes in less time
 
 
-def test_a_ring_of_one(alone):
+def test_a_ring_of_one(group_of_one):
     """Its buffers are made once, and of the size that was asked for."""
-    with process_group(0, 1, 10):
-        ring = RingAllReduce(torch.float32, segment_bytes=64, n_buffers=3)
-        assert [buffer.numel() for buffer in ring.buffers] == [16, 16, 16]
-        tensor = torch.arange(5.0)
-        ring(tensor)
-        assert tensor.tolist() == [0, 1, 2, 3, 4]
+    ring = RingAllReduce(torch.float32, segment_bytes=64, n_buffers=3)
+    assert [buffer.numel() for buffer in ring.buffers] == [16, 16, 16]
+    tensor = torch.arange(5.0)
+    ring(tensor)
+    assert tensor.tolist() == [0, 1, 2, 3, 4]
 
 
 # --- training
@@ -225,30 +263,36 @@ def test_check_of_the_training(capfd, tmp_path):
     assert capfd.readouterr().out.count(" ok\n") == len(differences) == 9
 
 
-def test_check_of_the_training_can_fail(tmp_path):
-    """Every piece with the same weight, as in the tutorial, is not the gradient of the joined batch."""
-    patch = """
-honest = example.average_gradients
-example.average_gradients = lambda model, share: honest(model, 1 / 3)
-"""
-    command = [*faulty("p2p_collectives.train", tmp_path, patch), "--check", "--world_size", "3"]
-    result = run(command, tmp_path)
-    assert result.returncode == 1
-    assert "per_parameter, gradient of the first step: differs by" in result.stdout
-    assert result.stdout.count("FAIL") == 2
+def with_equal_shares(rank, world_size, args):
+    """Every piece with the same weight, as in the tutorial."""
+    honest = train.average_gradients
+    train.average_gradients = lambda model, share: honest(model, 1 / world_size)
+    return train.train_for_check(rank, world_size, args)
 
 
-def test_ranks_that_drift_apart_are_noticed(tmp_path):
-    """The tutorial's `average_gradients` in one printing: it divides, and forgets the all_reduce."""
-    patch = """
-def average_gradients(model, share):
-    for param in model.parameters():
-        param.grad *= share
-example.average_gradients = average_gradients
-"""
-    result = run([*faulty("p2p_collectives.train", tmp_path, patch), "--epochs", "1"], tmp_path)
-    assert result.returncode == 1
-    assert "ArithmeticError: the replicas have drifted apart" in result.stderr
+def test_check_of_the_training_can_fail(monkeypatch, capfd, tmp_path):
+    """The tutorial's average is not the gradient of the joined batch."""
+    monkeypatch.setattr(train, "train_for_check", with_equal_shares)
+    fails(train.main, tmp_path, "--check", "--world_size", 3)
+    out = capfd.readouterr().out
+    assert "per_parameter, gradient of the first step: differs by" in out
+    assert out.count("FAIL") == 2
+
+
+def without_all_reduce(rank, world_size, args):
+    def average_gradients(model, share):
+        for param in model.parameters():
+            param.grad *= share
+
+    train.average_gradients = average_gradients
+    return train.run_worker(rank, world_size, args)
+
+
+def test_ranks_that_drift_apart_are_noticed(monkeypatch, capfd, tmp_path):
+    """An `average_gradients` that divides, and forgets the all_reduce."""
+    monkeypatch.setattr(train, "run_worker", without_all_reduce)
+    fails(train.main, tmp_path, "--epochs", 1)
+    assert "ArithmeticError: the replicas have drifted apart" in capfd.readouterr().err
 
 
 def test_training(tmp_path):
@@ -269,21 +313,93 @@ def test_training(tmp_path):
     assert "weights equal to the bit" in lines[-1]
 
 
-def test_resume_continues_as_if_never_stopped(tmp_path):
-    saved, some = tmp_path / "run.pt", ["--sync", "flat", "--epochs", "5"]
-    whole = train.main([*some, "--output_dir", str(tmp_path / "whole")])
-    command = script("p2p_collectives/train.py", *some, "--checkpoint", saved)
-    with running(command, tmp_path, until="epoch  3") as process:
-        os.killpg(process.pid, signal.SIGKILL)
-    assert 2 <= len(torch.load(saved, weights_only=True)["epochs"]) < 5
-    resumed = train.main([*some, "--checkpoint", str(saved), "--resume", "--output_dir", str(tmp_path / "resumed")])
+def killed_in_the_third_epoch(rank, world_size, args):
+    """Rank 0 is, when it has written half of the third checkpoint."""
+    honest = torch.save
+
+    def save(state, path):
+        honest(state, path)
+        if len(state["epochs"]) == 3:
+            os.truncate(path, os.path.getsize(path) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.torch.save = save
+    return train.run_worker(rank, world_size, args)
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory):
+    """Of one that nobody interrupted: its metrics, and what its checkpoint holds. The checkpoint of one that was."""
+    folder = tmp_path_factory.mktemp("trainings")
+    whole, interrupted = folder / "whole.pt", folder / "interrupted.pt"
+    metrics = train.main([*SOME, "--checkpoint", str(whole), "--output_dir", str(folder)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "run_worker", killed_in_the_third_epoch)
+        fails(train.main, folder, *SOME, "--checkpoint", interrupted)
+    assert sorted(path.name for path in folder.iterdir()) == ["interrupted.pt", "metrics.json", "whole.pt"]
+    return metrics, torch.load(whole, weights_only=True), interrupted
+
+
+def identical(one, other):
+    """Whether two nested states are equal, their tensors bit by bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(identical, one, other))
+    return one == other
+
+
+def test_resume_continues_as_if_never_stopped(trainings, tmp_path):
+    whole, state, interrupted = trainings
+    saved = tmp_path / "run.pt"
+    shutil.copy(interrupted, saved)
+    assert len(torch.load(saved, weights_only=True)["epochs"]) == 2
+    resumed = train.main([*SOME, "--checkpoint", str(saved), "--resume", "--output_dir", str(tmp_path)])
     assert resumed["epochs"] == whole["epochs"]
+    assert identical(torch.load(saved, weights_only=True), state)
+
+
+def test_resume_on_two_machines(trainings, free_port, tmp_path):
+    """Manual launch; the checkpoint is where rank 0 is, and rank 1 has none."""
+    whole, state, interrupted = trainings
+    machines = [tmp_path / "of rank 0", tmp_path / "of rank 1"]
+    for machine in machines:
+        machine.mkdir()
+    shutil.copy(interrupted, machines[0] / "run.pt")
+    place = ["--world_size", 2, "--master_addr", "localhost", "--master_port", free_port]
+    command = [TRAIN, *SOME, "--checkpoint", "run.pt", "--resume", *place, "--rank"]
+    with running(script(*command, 0), machines[0]) as one, running(script(*command, 1), machines[1]) as other:
+        out, err = end(one, within_s=SLOW_START_S)
+        assert (one.returncode, err) == (0, "")
+        assert end(other, within_s=SLOW_START_S) == ("", "")
+        assert other.returncode == 0
+    assert [line.split("  ")[:2] for line in out.splitlines()[:-1]] == [["[rank0] epoch", "3"], ["[rank0] epoch", "4"]]
+    metrics = json.loads((machines[0] / "outputs/p2p_collectives/train/metrics.json").read_text())
+    assert metrics["epochs"] == whole["epochs"]
+    assert identical(torch.load(machines[0] / "run.pt", weights_only=True), state)
+    assert not (machines[1] / "run.pt").exists()
+    for process, machine in ((one, machines[0]), (other, machines[1])):
+        nothing_left(process, machine)
+
+
+def test_only_rank_0_needs_the_checkpoint(monkeypatch, refused, tmp_path):
+    """Where another rank starts, no process looks for the file."""
+    launched = []
+    monkeypatch.setattr(train, "launch", lambda run_worker, args, role_name: launched.append(args.rank))
+    command = ["--world_size", "2", "--master_addr", "localhost", "--resume", "--checkpoint", "none.pt", "--rank"]
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*command, "1"]) is None
+    refused(train.main, [*command, "0"], ["--checkpoint none.pt"])
+    assert launched == [1]
 
 
 def test_torchrun(tmp_path):
-    result = run(torchrun(2, "p2p_collectives/train.py", "--sync", "ddp", "--epochs", 1), tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("[rank0] epoch  1") == result.stdout.count("weights equal to the bit") == 1
+    with running(torchrun(2, TRAIN, "--sync", "ddp", "--epochs", 1), tmp_path) as process:
+        out, err = end(process, within_s=SLOW_START_S)
+    assert process.returncode == 0, err
+    assert out.count("[rank0] epoch  1") == out.count("weights equal to the bit") == 1
 
 
 def test_killed(tmp_path):
@@ -316,7 +432,7 @@ def test_two_terminals_and_a_shared_file(tmp_path):
         result = run(script("p2p_collectives/init_methods.py", *place, "--rank", 0), tmp_path)
         assert result.returncode == 0, result.stderr
         assert result.stdout.splitlines()[-1] == "file: 2 ranks found each other once, and their sum is 3"
-        end(other, within_s=30)
+        end(other, within_s=SLOW_START_S)
         assert other.returncode == 0
 
 
@@ -333,8 +449,8 @@ def test_bad_input_for_the_demos(given, says, refused):
 
 @pytest.mark.parametrize(("given", "says"), [
     *(bad("--sizes", value, says=("--sizes", value, "at least 1")) for value in ("0", "-4", "1e6")),
-    bad("--sizes", 6, says=("--sizes", "6", "multiples of 4")),
-    bad("--sizes", 8, 12, "--dtype", "int64", says=("--sizes", "12", "multiples of 8")),
+    bad("--sizes", 6, says=("--sizes 6 must be a multiple of 4",)),
+    bad("--sizes", 8, 12, "--dtype", "int64", says=("--sizes 12 must be a multiple of 8",)),
     bad("--repeats", 0, says=("--repeats", "0", "at least 1")),
     bad("--dtype", "float16", says=("--dtype", "float16", "float64")),
     bad("--world_size", 0, says=("--world_size", "0", "at least 1")),
@@ -346,8 +462,9 @@ def test_bad_input_for_the_rings(given, says, refused):
 @pytest.mark.parametrize(("given", "says"), [
     *(bad(flag, value, says=(flag, value, "at least 1"))
       for flag in ("--epochs", "--global_batch_size", "--world_size") for value in ("0", "-1", "1.5")),
-    bad("--global_batch_size", 3, "--world_size", 4, says=("--global_batch_size", "3", "at least 4")),
-    bad("--world_size", 2000, "--global_batch_size", 2000, says=("--world_size", "2000", "at most 1437")),
+    bad("--global_batch_size", 3, "--world_size", 4, says=("--global_batch_size 3 must be at least --world_size 4",)),
+    bad("--world_size", 2000, "--global_batch_size", 2000, "--rank", 0, "--master_addr", "localhost",
+        says=("--world_size 2000 must be at most 1437",)),
     *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "nan")),
     bad("--momentum", 1.5, says=("--momentum", "1.5", "at most 1")),
     bad("--sync", "hogwild", says=("--sync", "hogwild", "flat")),
@@ -386,9 +503,10 @@ def test_not_our_checkpoint(kind, refused, tmp_path):
 
 @pytest.mark.parametrize(("given", "says"), [
     bad("--method", "udp", says=("--method", "udp", "tcp")),
-    bad("--rank", 0, "--master_addr", "localhost", says=("--method", "all", "env, tcp, file")),
-    bad("--rank", 0, "--master_addr", "localhost", "--method", "file", says=("--method", "file", "--file")),
-    bad("--file", "/dev/null", says=("--file", "/dev/null", "nothing is yet")),
+    bad("--rank", 0, "--master_addr", "localhost", says=("--method all must be env, tcp or file",)),
+    bad("--rank", 0, "--master_addr", "localhost", "--method", "file", says=("--method file requires --file",)),
+    bad("--file", "/dev/null", says=("--file /dev/null must be a file",)),
+    bad("--file", __file__, says=(f"--file {__file__}", "nothing is yet")),
     bad("--file", "/proc/1/none/store", says=("--file", "/proc/1/none/store", "written")),
 ])
 def test_bad_input_for_the_meeting(given, says, refused):

@@ -10,12 +10,15 @@ import struct
 import termios
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from common import cli
 from common.launch import launch
-from common.session import rpc_session
+from common.session import rpc_options
+from torch.distributed import rpc
 
 from rpc_rl import main as rpc_rl
 from rpc_rl.reinforce import Policy, discounted_returns, policy_loss
@@ -43,7 +46,7 @@ def train(folder, *flags):
 # --- what it computes
 
 
-def test_returns_by_hand():
+def test_discounted_returns():
     assert discounted_returns([1, 1, 1], 0.5) == [1.75, 1.5, 1.0]
     assert discounted_returns([1, 2, 4], 0.0) == [1, 2, 4]
     assert discounted_returns([1, 2, 4], 1.0) == [7, 6, 4]
@@ -85,30 +88,38 @@ def test_dropout_masks_are_dropout():
     assert (masks == 0).float().mean().item() == pytest.approx(0.6, abs=0.01)
 
 
-def test_check_passes(capfd):
-    differences = rpc_rl.main(["--check", "--gamma", "0.9", "--seed", "7"])
+def test_check_passes(capfd, tmp_path):
+    differences = rpc_rl.main(["--check", "--gamma", "0.9", "--seed", "7", "--output_dir", str(tmp_path)])
     assert differences["actions"] == differences["rewards"] == 0
     assert differences["log_probs"] < 1e-5
     assert differences["gradient"] < 1e-5
     assert capfd.readouterr().out.count(" ok\n") == 4
 
 
-def test_check_can_fail(tmp_path):
-    """With the tutorial's returns, over the joined rewards, the check must not pass."""
-    patch = """
-honest = example.policy_loss
-def joined(log_probs, rewards, fell, gamma, time_limit):
-    return honest(log_probs, {1: sum(rewards.values(), [])}, fell, gamma, time_limit)
-example.policy_loss = joined
-"""
-    result = run([*faulty("rpc_rl.main", tmp_path, patch), "--check"], tmp_path)
-    assert result.returncode == 1
-    assert "gradient: differs by" in result.stdout
-    assert "FAIL" in result.stdout.splitlines()[-1]
-    assert result.stdout.count("FAIL") == 1
+def record_joined(rank, world_size, args):
+    """`record_episode` with the tutorial's returns: one running return over the joined rewards."""
+    honest = rpc_rl.policy_loss
+
+    def joined(log_probs, rewards, fell, gamma, time_limit):
+        return honest(log_probs, {1: sum(rewards.values(), [])}, fell, gamma, time_limit)
+
+    rpc_rl.policy_loss = joined
+    return rpc_rl.record_episode(rank, world_size, args)
+
+
+def test_check_can_fail(monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr(rpc_rl, "record_episode", record_joined)
+    with pytest.raises(SystemExit) as stop:
+        rpc_rl.main(["--check", "--output_dir", str(tmp_path)])
+    assert stop.value.code == 1
+    out = capfd.readouterr().out
+    assert "gradient: differs by" in out
+    assert "FAIL" in out.splitlines()[-1]
+    assert out.count("FAIL") == 1
 
 
 def test_benchmark(tmp_path):
+    """As a script, it finds the lesson's package, although it has the same name."""
     result = run(script("benchmarks/rpc_rl.py", "--world_size", 2, "--rounds", 4, "--min_steps", 1), tmp_path)
     assert result.returncode == 0, result.stderr
     metrics = json.loads((tmp_path / "outputs/benchmark_rpc_rl/metrics.json").read_text())
@@ -118,39 +129,98 @@ def test_benchmark(tmp_path):
 
 
 def observers_start(rank, world_size, args):
-    with rpc_session(rpc_rl.role_name(rank, world_size), rank, world_size, args.timeout):
-        if rank != 0:
-            return None
+    rpc.init_rpc(rpc_rl.role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args))
+    started = None
+    if rank == 0:
         agent = rpc_rl.Agent(world_size, args)
         agent.run_episode()
         names = [rref.owner_name() for rref in agent.ob_rrefs.values()]
-        return {"names": names, "first_states": [states[0] for states in agent.states.values()]}
+        started = {"names": names, "first_states": [states[0] for states in agent.states.values()]}
+    rpc.shutdown()
+    return started
 
 
-def test_observers_differ():
+def test_observers_differ(tmp_path):
     """The tutorial seeds all environments alike, and its OBSERVER_NAME is the same for all."""
-    args = rpc_rl.build_parser().parse_args(["--world_size", "3"])
+    args = rpc_rl.build_parser().parse_args(["--world_size", "3", "--output_dir", str(tmp_path)])
     result = launch(observers_start, args, rpc_rl.role_name)
     assert result["names"] == ["observer1", "observer2"]
     first, second = result["first_states"]
     assert first != second
 
 
-def test_defaults_can_solve():
+def test_defaults_can_solve(tmp_path):
     """The tutorial's cannot: 100 steps shared by the observers against a threshold of 475, and gamma 0.1."""
-    args = rpc_rl.build_parser().parse_args([])
+    args = rpc_rl.build_parser().parse_args(["--output_dir", str(tmp_path)])
     assert args.total_steps_per_episode // (args.world_size - 1) >= args.reward_threshold == 475
     assert args.gamma == 0.99
 
 
+def session_of(process):
+    """The processes of a run: launcher, fork server and ranks."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):  # no process, or one that has just ended
+            if os.getsid(int(entry.name)) == process.pid:
+                found.append(int(entry.name))
+    return found
+
+
+def read_all(screen, chunks):
+    with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
+        while chunk := os.read(screen, 4096):
+            chunks.append(chunk)
+    os.close(screen)
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A training until the running reward is above 30: its folder, metrics and output."""
-    folder = tmp_path_factory.mktemp("trained")
-    flags = ["--reward_threshold", "30", "--max_episodes", "150", "--output_dir", "out"]
-    result = run(script(MAIN, *flags), folder)
-    assert result.returncode == 0, result.stderr
-    return folder / "out", json.loads((folder / "out/metrics.json").read_text()), result
+def side_by_side(tmp_path_factory):
+    """The README's command twice, at the same time: one on a terminal, one trains until it balances for 30 steps."""
+    folder = tmp_path_factory.mktemp("side_by_side")
+    command = script(*commands_in("README.md")[0][1:])
+    short = [*command, "--max_episodes", "20", "--log_interval", "1", "--output_dir", "terminal"]
+    longer = [*command, "--reward_threshold", "30", "--max_episodes", "150", "--output_dir", "out"]
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    chunks, addresses = [], set()
+    reader = threading.Thread(target=read_all, args=(screen, chunks))
+    reader.start()
+    with running(short, folder, stdout=terminal, stderr=terminal) as one, running(longer, folder) as two:
+        os.close(terminal)
+        while two.poll() is None:  # from its beginning to its end, whenever that is on a busy machine
+            with contextlib.suppress(OSError):  # a process that has just ended
+                addresses.update(listening(session_of(two)))
+            time.sleep(0.1)
+        out, err = end(two, within_s=60)
+        end(one, within_s=60)
+        for process in (one, two):
+            nothing_left(process, folder)
+    reader.join()
+    return SimpleNamespace(folder=folder, returncodes=(one.returncode, two.returncode), out=out, err=err,
+                           shown=b"".join(chunks), addresses=addresses)
+
+
+@pytest.fixture(scope="module")
+def trained(side_by_side):
+    """The training until the running reward is above 30: its folder, its metrics, the lines of its output."""
+    assert side_by_side.returncodes[1] == 0, side_by_side.err
+    folder = side_by_side.folder / "out"
+    return folder, json.loads((folder / "metrics.json").read_text()), side_by_side.out.splitlines()
+
+
+def test_two_runs_at_once(side_by_side):
+    """One shows a bar; one prints lines, and no warning; nobody else can reach them."""
+    assert (side_by_side.returncodes, side_by_side.err) == ((0, 0), "")  # a normal run prints no warning
+    ipv6 = {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    assert side_by_side.addresses  # gloo and RPC do listen,
+    assert side_by_side.addresses <= {"0100007F", *ipv6}  # but only on loopback
+
+    shown = side_by_side.shown
+    assert b"20/20" in shown
+    assert b"running reward" in shown
+    assert b"[agent]" not in shown  # the bar instead of the lines
+    assert b"not solved in 20 episodes" in shown.splitlines()[-1]
 
 
 def test_it_learns(trained):
@@ -167,11 +237,9 @@ def test_it_learns(trained):
 
 
 def test_what_a_run_leaves(trained):
-    folder, metrics, result = trained
-    lines = result.stdout.splitlines()
+    folder, metrics, lines = trained
     assert lines[0].startswith("[agent] episode 10  last reward ")
     assert lines[-1].startswith(f"CartPole-v1 solved in {metrics['episodes']} episodes: running reward 3")
-    assert result.stderr == ""  # a normal run prints no warning
     ran_on = {"example", "world_size", "device", "backend", "seed", "wall_s", "torch", "python", "cpu_count"}
     assert ran_on < set(metrics)
     width, height = struct.unpack(">II", (folder / "learning_curve.png").read_bytes()[16:24])
@@ -194,82 +262,39 @@ def test_resume_continues_as_if_never_stopped(trained, tmp_path):
 
 
 def test_torchrun(tmp_path):
-    result = run(torchrun(3, MAIN, "--max_episodes", "2", "--log_interval", "1"), tmp_path)
+    """The number of processes is torchrun's, not the default of 3."""
+    result = run(torchrun(2, MAIN, "--max_episodes", "2", "--log_interval", "1"), tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("not solved in 2 episodes") == 1
     metrics = json.loads((tmp_path / "outputs/rpc_rl/metrics.json").read_text())
     assert metrics["episodes"] == 2
-    assert metrics["world_size"] == 3
+    assert metrics["world_size"] == 2
 
 
-def by_hand(rank, port, *flags, world_size=3):
-    place = ["--world_size", world_size, "--rank", rank, "--master_addr", "localhost", "--master_port", port]
+def terminal(rank, port, *flags):
+    place = ["--world_size", 2, "--rank", rank, "--master_addr", "localhost", "--master_port", port]
     return script(MAIN, *place, *flags)
 
 
-def test_three_terminals(free_port, tmp_path):
-    with (running(by_hand(2, free_port, "--max_episodes", 2), tmp_path) as two,
-          running(by_hand(1, free_port, "--max_episodes", 2), tmp_path) as one):
-        result = run(by_hand(0, free_port, "--max_episodes", "2", "--output_dir", tmp_path / "agent"), tmp_path)
-        assert result.returncode == 0, result.stderr
+def test_two_terminals(free_port, tmp_path):
+    agent, observer = (terminal(rank, free_port, "--max_episodes", 2) for rank in (0, 1))
+    with running(observer, tmp_path) as observer:
+        result = run([*agent, "--output_dir", tmp_path / "agent"], tmp_path)
+        assert (result.returncode, result.stderr) == (0, "")
         assert "not solved in 2 episodes" in result.stdout
-        for observer in (one, two):
-            out, err = end(observer)
-            assert (observer.returncode, out, err) == (0, "", "")
-    assert json.loads((tmp_path / "agent/metrics.json").read_text())["world_size"] == 3
+        out, err = end(observer)
+        assert (observer.returncode, out, err) == (0, "", "")
+    assert json.loads((tmp_path / "agent/metrics.json").read_text())["world_size"] == 2
 
 
 def test_a_terminal_that_dies_ends_the_others(free_port, tmp_path):
-    """Nobody watches over ranks started by hand: they notice by themselves."""
-    agent, observer = (by_hand(rank, free_port, "--log_interval", 1, world_size=2) for rank in (0, 1))
+    """Nobody watches over the ranks of a manual launch: they notice by themselves."""
+    agent, observer = (terminal(rank, free_port, "--log_interval", 1) for rank in (0, 1))
     with running(observer, tmp_path) as observer, running(agent, tmp_path, until="episode 2") as agent:
         os.killpg(agent.pid, signal.SIGKILL)
         _, err = end(observer)
         assert observer.returncode == 1
         assert err.splitlines()[-1].startswith("error: rank 1 (observer1) raised ")
-
-
-def read_all(screen, chunks):
-    with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
-        while chunk := os.read(screen, 4096):
-            chunks.append(chunk)
-    os.close(screen)
-
-
-def test_two_runs_at_once(tmp_path):
-    """The README's command twice, side by side: one writes to a terminal and shows a bar, one does not."""
-    command = [*script(*commands_in("README.md")[0][1:]), "--max_episodes", "20", "--log_interval", "1"]
-    screen, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    chunks = []
-    reader = threading.Thread(target=read_all, args=(screen, chunks))
-    reader.start()
-    on_terminal = running(command, tmp_path, stdout=terminal, stderr=terminal)
-    with on_terminal as one, running(command, tmp_path) as two:
-        os.close(terminal)
-        addresses = set()
-        while two.poll() is None:  # from its beginning to its end, whenever that is on a busy machine
-            with contextlib.suppress(OSError):  # a process that has just ended
-                addresses.update(listening([two.pid, *workers(two)]))
-            time.sleep(0.05)
-        out, err = end(two, within_s=60)
-        assert (two.returncode, err) == (0, "")  # no warning
-        assert "not solved in 20 episodes" in out.splitlines()[-1]
-        end(one, within_s=60)
-        assert one.returncode == 0
-        for process in (one, two):
-            nothing_left(process, tmp_path)
-
-    ipv6 = {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-    assert addresses  # gloo and RPC do listen,
-    assert addresses <= {"0100007F", *ipv6}  # but only on loopback
-
-    reader.join()
-    shown = b"".join(chunks)
-    assert b"20/20" in shown
-    assert b"running reward" in shown
-    assert b"[agent]" not in shown  # the bar instead of the lines
-    assert b"not solved in 20 episodes" in shown.splitlines()[-1]
 
 
 # --- what can go wrong
@@ -291,7 +316,7 @@ def test_two_runs_at_once(tmp_path):
     bad("--resume", says=("--resume", "--checkpoint")),
     bad("--checkpoint", "/tmp/none/run.pt", "--resume", says=("--checkpoint", "/tmp/none/run.pt", "existing")),
     bad("--max_episodes", "0", says=("--max_episodes", "0", "at least 1")),
-    bad("--timeout", "0", says=("--timeout", "0", "above 0")),
+    bad("--timeout", "0", says=("--timeout", "'0'", "at least 0.01")),
     bad("--seed", "x", says=("--seed", "x", "whole number")),
     bad("--learning_rate", "1", says=("--learning_rate",)),
     bad("--max", "1", says=("--max",)),
@@ -300,10 +325,12 @@ def test_bad_input(flags, says, refused):
     refused(rpc_rl.main, flags, says)
 
 
-def test_bad_input_leaves_no_traceback(tmp_path):
-    result = run(script(MAIN, "--gamma", "1.5"), tmp_path)
-    assert result.returncode == 2
-    assert result.stderr == "error: argument --gamma: '1.5' is not accepted; give a number at least 0 and at most 1\n"
+def test_bad_input_leaves_no_traceback(capfd):
+    with pytest.raises(SystemExit) as stop:
+        rpc_rl.main(["--gamma", "1.5"])
+    assert stop.value.code == 2
+    line = "error: argument --gamma: '1.5' is not accepted; give a number at least 0 and at most 1\n"
+    assert capfd.readouterr() == ("", line)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so --device cuda is good input")
@@ -311,7 +338,7 @@ def test_cuda_without_gpu(capfd):
     with pytest.raises(SystemExit) as stop:
         rpc_rl.main(["--device", "cuda"])
     assert stop.value.code == 2
-    assert "--device: 'cuda'" in capfd.readouterr().err
+    assert "--device cuda needs a GPU" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

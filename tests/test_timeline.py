@@ -1,4 +1,4 @@
-"""Who worked when: spans, idle shares, the picture and the trace."""
+"""Per-process timelines: spans, idle shares, the picture and the trace."""
 
 import contextlib
 import json

@@ -1,0 +1,68 @@
+"""What the workers of `test_faults.py` run: a lesson that never ends by itself, or in which one role raises.
+
+    python tests/sabotage.py LESSON RANK WHAT flags of the lesson ...
+
+runs the module LESSON for ever; in rank RANK, WHAT (`module:function`, or `-`) raises when it is called for the third
+time. No pytest here: the workers need not import it.
+"""
+
+import importlib
+import sys
+import time
+from pathlib import Path
+
+
+def for_ever(rank, world_size, args):
+    """Run the `run_worker` of `args.lesson`, and where that is short, its operations again and again."""
+    lesson = importlib.import_module(args.lesson)
+    if args.raises is not None and rank == args.raises[0]:
+        let_raise(args.raises[1], args.moment)
+    if args.lesson == "p2p_collectives.main":
+        collectives = lesson.collectives
+        lesson.DEMOS["collectives"] = lambda *place: (outcome for _ in iter(int, 1) for outcome in collectives(*place))
+    result = lesson.run_worker(rank, world_size, args)
+    for _ in range(10_000):  # it is over
+        time.sleep(0.1)
+        importlib.import_module("tests.sabotage").nothing()
+    return result
+
+
+def nothing(*_):
+    """A worker that does nothing, and what a worker does that has nothing more to do."""
+
+
+def let_raise(what, moment):
+    """Let a function or method raise when it is called for the third time, and write down the moment to a file."""
+    module, name = what.split(":")
+    *path, last = name.split(".")
+    owner = importlib.import_module(module)
+    for step in path:
+        owner = getattr(owner, step)
+    honest, calls = getattr(owner, last), []
+
+    def sabotaged(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            Path(moment).write_text(str(time.monotonic()))  # one clock for all processes
+            raise ValueError("sabotage")
+        return honest(*args, **kwargs)
+
+    setattr(owner, last, sabotaged)
+
+
+def main(name, rank, what, *flags):
+    """Run the lesson `name` with `for_ever` in place of its `run_worker`."""
+    lesson = importlib.import_module(name)
+    launch = lesson.launch
+
+    def launch_for_ever(run_worker, args, role_name):
+        args.lesson, args.moment = name, args.output_dir / "moment"
+        args.raises = None if what == "-" else [int(rank), what]
+        return launch(for_ever, args, role_name)
+
+    lesson.launch = launch_for_ever
+    lesson.main(list(flags))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

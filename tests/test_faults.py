@@ -1,0 +1,353 @@
+"""What ends a run, and how it is told: every program, every role, every fault.
+
+A new lesson is one more row in PROGRAMS.
+"""
+
+import contextlib
+import importlib
+import math
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from common import cli
+from common import launch as launching
+from common.launch import launch
+
+from tests import sabotage
+from tests.helpers import ROOT, descendants, nothing_left, running, script, torchrun, workers
+
+TIMEOUT_S = 4.0
+MANUAL_TIMEOUT_S = 10.0  # several commands that import torch at the same time come late
+
+
+class Program(NamedTuple):
+    """One program, and how to disturb it."""
+
+    lesson: str  # module
+    flags: str  # that make it run for ever
+    roles: str  # of its ranks; of several with one name and a number, the last is disturbed too
+    raises: dict  # role -> a function or method that it calls again and again
+
+    def __str__(self):
+        return self.lesson
+
+    def command(self, folder):
+        """The flags, `--output_dir` unless it is None."""
+        where = [] if folder is None else ["--output_dir", str(folder)]
+        return [*self.flags.split(), "--timeout", str(TIMEOUT_S), *where]
+
+
+PROGRAMS = [
+    Program("rpc_rl.main", "--max_episodes 100000 --reward_threshold 499", "agent observer1 observer2",
+            {"agent": "rpc_rl.main:Agent.finish_episode", "observer1": "rpc_rl.main:Observer.run_episode"}),
+    Program("batch_rl.main", "--observers 1 --num_episode 100000 --num_steps 20", "agent observer1",
+            {"agent": "batch_rl.main:Agent.finish_episode", "observer1": "batch_rl.main:Observer.run_episode"}),
+    Program("ddp_rpc_hybrid.main", "--epochs 100000", "trainer0 trainer1 master ps",
+            {"trainer1": "ddp_rpc_hybrid.main:train_step", "ps": "torch.nn:EmbeddingBag.forward"}),
+    Program("param_server.main", "--epochs 100000", "parameter_server trainer1 trainer2",
+            {"parameter_server": "param_server.main:ParameterServer.forward",
+             "trainer2": "param_server.main:train_step"}),
+    Program("param_server.batch_update", "--arch resnet18 --image_size 32 --world_size 3 --num_updates 100000",
+            "parameter_server trainer1 trainer2",
+            {"parameter_server": "param_server.batch_update:BatchUpdateParameterServer.update_and_fetch_model",
+             "trainer2": "param_server.batch_update:use_weights"}),
+    Program("rpc_rnn.main", "--epochs 100000 --world_size 3", "ps trainer1 trainer2",
+            {"ps": "rpc_rnn.model:EmbeddingTable.forward", "trainer2": "rpc_rnn.main:train_step"}),
+    Program("model_parallel_resnet.main", "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000",
+            "master worker1 worker2",
+            {"master": "model_parallel_resnet.main:train_step",
+             "worker2": "model_parallel_resnet.stages:ResNetBase.compute"}),
+    Program("model_parallel_resnet.schedules", "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000",
+            "stage0 stage1", {"stage1": "model_parallel_resnet.schedules:Pipeline.train_step"}),
+    Program("ddp_basic.main", "--demo basic --steps 10000000", "rank0 rank1", {"rank1": "ddp_basic.toy:flat"}),
+    Program("ddp_basic.elastic", "--epochs 100000", "rank0 rank1", {"rank1": "ddp_basic.elastic:train_epoch"}),
+    Program("p2p_collectives.main", "--demo collectives --world_size 3", "rank0 rank1 rank2",
+            {"rank2": "p2p_collectives.main:numbers"}),
+    Program("p2p_collectives.train", "--epochs 100000", "rank0 rank1", {"rank1": "p2p_collectives.train:train_step"}),
+    Program("p2p_collectives.ring_allreduce", "--sizes 65536 --repeats 1000000 --world_size 2", "rank0 rank1",
+            {"rank1": "p2p_collectives.rings:RingAllReduce.__call__"}),
+    Program("p2p_collectives.init_methods", "--method file --world_size 2", "rank0 rank1",
+            {"rank1": "tests.sabotage:nothing"}),
+]
+
+
+class Run:
+    """A program in this very process, in a thread, so that several can be disturbed at the same time."""
+
+    def __init__(self, program, folder, fault, role):
+        self.program, self.roles, self.fault = program, program.roles.split(), fault
+        self.rank, self.folder, self.processes = self.roles.index(role), folder / f"{fault}{role}", {}
+        self.status, self.seconds = None, None  # from the fault to the end
+        self.raises = [self.rank, program.raises[role]] if fault == "exception" else None
+
+    def disturb(self):
+        """Start it, let the fault happen, wait for its end."""
+        _here.run = self
+        try:
+            importlib.import_module(self.program.lesson).main(self.program.command(self.folder))
+        except SystemExit as stop:
+            ended, moment = time.monotonic(), self.folder / "moment"
+            began = float(moment.read_text()) if moment.exists() else self.disturbed
+            self.status, self.seconds = stop.code, ended - began
+
+    def started(self, processes):
+        """Called by the launcher."""
+        self.processes, self.disturbed = processes, math.inf
+        if self.fault != "exception":
+            threading.Thread(target=self.send_signal).start()
+
+    def send_signal(self):
+        """In the middle of the run, or of its beginning."""
+        time.sleep(2.0)
+        self.disturbed = time.monotonic()
+        os.kill(self.processes[self.rank].pid, getattr(signal, self.fault))
+
+
+def line(rank, roles, fault, stopped=None):
+    """The one line of a launcher, as a pattern; `stopped` other processes, by default all others."""
+    what = {"exception": "raised ValueError", "SIGSTOP": r"has not answered for \d+ s"}.get(
+        fault, f"was killed by {fault}")
+    others = len(roles) - 1 if stopped is None else stopped
+    suffix = f"; stopped {others} other process{'es' if others > 1 else ''}" if others else ""
+    return rf"error: rank {rank} \({roles[rank]}\) {what}{suffix}"
+
+
+_here = threading.local()
+_honest_start = launching._start
+
+
+def _start(run_worker, args, *more):
+    """In place of the launcher's: run the lesson for ever, and know its processes."""
+    run = getattr(_here, "run", None)
+    if run is None:  # `warm_up`
+        return _honest_start(run_worker, args, *more)
+    args.lesson, args.raises, args.moment = run.program.lesson, run.raises, str(run.folder / "moment")
+    processes = _honest_start(sabotage.for_ever, args, *more)
+    run.started(processes)
+    return processes
+
+
+@pytest.fixture
+def clean(tmp_path, monkeypatch):
+    """Temporary files go to a folder of the test, and nothing may be left there, nor in shared memory."""
+    monkeypatch.setattr(launching, "_start", _start)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    yield
+    # But for the fork server's socket, which serves the next test too, and torch's cache.
+    left = [path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith(("pymp-", "torchinductor_"))]
+    assert left == []
+    assert list(tmp_path.rglob(".*.tmp")) == []
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "SIGTERM", "exception"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_fault_of_a_rank(program, fault, clean, tmp_path, capfd):
+    """Whoever fails, however: the run ends everywhere, and names the role at fault."""
+    roles = program.raises if fault == "exception" else program.roles.split()
+    runs = [Run(program, tmp_path, fault, role) for role in roles]
+    threads = [threading.Thread(target=run.disturb, daemon=True) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    hanging = [run for run, thread in zip(runs, threads, strict=True) if thread.is_alive()]
+    for process in (process for run in hanging for process in run.processes.values()):
+        process.kill()
+    assert [run.roles[run.rank] for run in hanging] == []
+    err = capfd.readouterr().err
+    errors = [text for text in err.splitlines() if text.startswith("error:")]
+    for run in runs:
+        assert run.status == 1, (run.roles[run.rank], err)
+        assert run.seconds < (TIMEOUT_S if fault == "SIGSTOP" else 0) + 10
+        expected = line(run.rank, run.roles, fault)
+        assert sum(bool(re.fullmatch(expected, text)) for text in errors) == 1, (expected, err)
+        assert not any(process.is_alive() for process in run.processes.values())
+    assert len(errors) == len(runs)
+    # The cause's traceback, and no other.
+    assert err.count("sabotage") >= len(runs) if fault == "exception" else "Traceback" not in err, err
+
+
+def launcher(program, folder):
+    """Fork a launcher of this program, with its own session and output files; its process id."""
+    folder.mkdir()
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
+    # The fork server of the tests, which is not our child, is there.
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
+    run = _here.run = Run(program, folder, "none", program.roles.split()[0])
+    run.folder, status = folder, 0
+    run.started = lambda processes: (folder / "pids").write_text(" ".join(str(p.pid) for p in processes.values()))
+    try:
+        importlib.import_module(program.lesson).main(program.command(folder))
+    except SystemExit as stop:
+        status = stop.code
+    except BaseException:
+        traceback.print_exc()
+        status = 99
+    sys.stderr.flush()
+    os._exit(status)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_fault_of_the_launcher(program, clean, tmp_path):
+    """Ctrl-C and SIGTERM: one line, 130. SIGKILL: the ranks notice and clean up."""
+    warm_up(tmp_path)
+    signals = {"SIGINT": 130, "SIGTERM": 130, "SIGKILL": -signal.SIGKILL}
+    launchers = {name: launcher(program, tmp_path / name) for name in signals}
+    pids = {name: [int(pid) for pid in wait_for(tmp_path / name / "pids").split()] for name in signals}
+    time.sleep(1.5)
+    for name, pid in launchers.items():
+        os.kill(pid, getattr(signal, name))
+    for name, pid in launchers.items():
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        err = (tmp_path / name / "err").read_text()
+        assert status == signals[name], err
+        expected = "" if name == "SIGKILL" else f"\ninterrupted; stopped {len(pids[name])} processes\n"
+        assert err == expected
+    deadline = time.monotonic() + 10
+    while left := [pid for of_launcher in pids.values() for pid in of_launcher if alive(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def warm_up(folder):
+    """Start the fork server, if it is not there yet: launchers that are forked from here share it."""
+    launch(sabotage.nothing, cli.Parser("test", "", 1).parse_args(["--output_dir", str(folder)]), lambda *_: "nothing")
+
+
+def wait_for(path):
+    """The text of a file that another process will write."""
+    deadline = time.monotonic() + 40
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.05)
+    return path.read_text()
+
+
+def alive(pid):
+    """Whether a process runs; one that waits for its parent to notice its end does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# --- the other two ways in, and real launchers
+
+
+def terminals(program, what, port, ranks):
+    """The commands of a manual launch."""
+    return [[sys.executable, str(ROOT / "tests/sabotage.py"), program.lesson, "1", what, *program.command(None),
+             "--timeout", str(MANUAL_TIMEOUT_S), "--world_size", str(len(ranks)), "--rank", str(rank), "--master_addr", "localhost",
+             "--master_port", str(port), "--output_dir", f"out{rank}"] for rank in ranks]
+
+
+RL, TRAIN = PROGRAMS[0], next(program for program in PROGRAMS if program.lesson == "p2p_collectives.train")
+
+
+@pytest.mark.parametrize(("program", "fault", "rank"), [
+    (RL, "SIGKILL", 0), (RL, "SIGKILL", 1), (RL, "SIGSTOP", 0), (RL, "SIGSTOP", 1), (RL, "exception", 1),
+    (TRAIN, "SIGSTOP", 1), (TRAIN, "exception", 1),
+], ids=str)
+@pytest.mark.parametrize("way", ["manual", "torchrun"])
+def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_port):
+    """Every launcher ends, in time, and says who failed; under torchrun, so does the process beside the rank."""
+    roles = program.roles.split()
+    what = program.raises[roles[1]] if fault == "exception" else "-"
+    if way == "manual":
+        commands = terminals(program, what, free_port, range(len(roles)))
+    else:
+        flags = [program.lesson, "1", what, *program.command(None), "--timeout", MANUAL_TIMEOUT_S, "--output_dir", "out"]
+        commands = [torchrun(len(roles), "tests/sabotage.py", *flags)]
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(running(command, tmp_path)) for command in commands]
+        if fault == "exception":
+            wait_for(tmp_path / ("out1" if way == "manual" else "out") / "moment")
+        else:
+            of_ranks = runs if way == "manual" else runs * len(roles)
+            victim = [wait_for_worker(run, rank, way, tmp_path) for rank, run in enumerate(of_ranks)][rank]
+            time.sleep(2.0)
+            os.kill(victim, getattr(signal, fault))
+        began, ended = time.monotonic(), [run.communicate(timeout=MANUAL_TIMEOUT_S + 30) for run in runs]
+        assert time.monotonic() - began < (MANUAL_TIMEOUT_S if fault == "SIGSTOP" else 0) + 10
+        for rank_of_run, (run, (_, err)) in enumerate(zip(runs, ended, strict=True)):
+            expected = line(rank, roles, fault, stopped=int(way == "manual" and rank_of_run != rank))
+            if way == "torchrun" and fault == "SIGKILL":
+                expected = rf"error: rank {rank} \({roles[rank]}\) died; torchrun shows how"
+            errors = [text for text in err.splitlines() if text.startswith("error:")]
+            assert len(errors) == 1, err
+            assert re.fullmatch(expected, errors[0]), err
+            assert run.returncode == 1
+            if fault == "exception":
+                assert "ValueError: sabotage" in err
+        for run in runs:
+            nothing_left(run, tmp_path)
+
+
+def wait_for_worker(run, rank, way, folder):
+    """The process id of a rank that beats: there is a file in the temporary folder of its run."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for beat in (folder / "tmp").glob(f"distributed-tutorials-*/beat{rank}"):
+            started_by = int(beat.parent.name.split("-")[2])
+            if way == "torchrun":
+                return started_by  # by itself: it is the rank
+            if started_by == run.pid:
+                return workers(run)[0]
+        time.sleep(0.1)
+    raise AssertionError("no rank has started")
+
+
+@pytest.mark.parametrize("fault", ["SIGINT", "SIGTERM twice", "SIGTERM and a frozen rank", "SIGKILL"])
+def test_fault_of_a_real_launcher(fault, tmp_path):
+    """Ctrl-C goes to all processes of a terminal; `timeout` sends SIGTERM twice; a killed one cannot clean up."""
+    with running(script("rpc_rl/main.py"), tmp_path, until="episode 10 ") as run:
+        if "frozen" in fault:
+            os.kill(workers(run)[2], signal.SIGSTOP)
+        for _ in range(2 if "twice" in fault else 1):
+            if fault == "SIGINT":
+                os.killpg(run.pid, signal.SIGINT)
+            else:
+                os.kill(run.pid, getattr(signal, fault.split()[0]))
+            time.sleep(0.005)
+        _, err = run.communicate(timeout=20)
+        assert run.returncode == (-signal.SIGKILL if fault == "SIGKILL" else 130)
+        assert err == ("" if fault == "SIGKILL" else "\ninterrupted; stopped 3 processes\n")
+        nothing_left(run, tmp_path)
+
+
+@pytest.mark.parametrize(("method", "children"), [
+    *(("forkserver", children) for children in range(1, 6)), *(("spawn", children) for children in range(1, 5))])
+def test_interrupted_while_starting(children, method, tmp_path):
+    """A signal after each of the children has appeared: the resource tracker, the fork server, the ranks."""
+    command = script("ddp_basic/main.py", "--world_size", 3, "--demo", "basic", "--steps", 10_000_000,
+                     "--start_method", method)
+    with running(command, tmp_path) as run:
+        deadline = time.monotonic() + 60
+        while len(descendants(run.pid)) < children:
+            assert run.poll() is None
+            assert time.monotonic() < deadline
+        if children % 2:
+            os.killpg(run.pid, signal.SIGINT)
+        else:
+            os.kill(run.pid, signal.SIGTERM)
+        _, err = run.communicate(timeout=20)
+        assert run.returncode == 130, err
+        assert re.fullmatch(r"\ninterrupted; stopped (0|3) processes\n", err)
+        nothing_left(run, tmp_path)
