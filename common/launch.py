@@ -293,6 +293,8 @@ def _meet_manually(args):
 
     def connect():
         limit = timedelta(seconds=join_s)
+        if listener is None:
+            _wait_for_port(host, port, join_s)
         served = {} if listener is None else {"master_listen_fd": listener.detach()}
         store = dist.TCPStore(host, port, None, listener is not None, limit, wait_for_workers=False, **served)
         return store, _meet(store, args.rank, args.world_size, host, join_s)
@@ -310,6 +312,16 @@ def _meet_manually(args):
         raise SystemExit(1)
     store, peers = met[0]
     return f"tcp://{host}:{port}", store, peers
+
+
+def _wait_for_port(host, port, seconds):
+    """Wait until somebody listens; torch, which could wait itself, would print what it thinks of it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection((host, port), timeout=seconds):
+            return
+        time.sleep(0.1)
+    raise ConnectionError(f"nobody listens at {host}:{port}")
 
 
 def _attempt(function):

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 import warnings
 from multiprocessing import forkserver
 from pathlib import Path
@@ -29,7 +30,13 @@ gc.freeze()
 
 @atexit.register
 def clean_up():
-    """Remove what a launcher leaves behind when it is killed. One that lives has done so itself."""
+    """Remove what a launcher leaves behind when it is killed."""
+    for _ in range(100):  # the system closes its end of our pipe a moment before it is gone
+        if os.getppid() != launcher:
+            break
+        time.sleep(0.01)
+    else:
+        return  # it lives, and will start another server
     address = Path(forkserver._forkserver._forkserver_address or "")
     folders = [address.parent] if address.parent.name.startswith("pymp-") else []
     for folder in [*folders, *Path(tempfile.gettempdir()).glob(f"{run_prefix(launcher)}*")]:

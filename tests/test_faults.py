@@ -254,8 +254,8 @@ def alive(pid):
 def terminals(program, what, port, ranks):
     """The commands of a manual launch."""
     return [[sys.executable, str(ROOT / "tests/sabotage.py"), program.lesson, "1", what, *program.command(None),
-             "--timeout", str(MANUAL_TIMEOUT_S), "--world_size", str(len(ranks)), "--rank", str(rank), "--master_addr", "localhost",
-             "--master_port", str(port), "--output_dir", f"out{rank}"] for rank in ranks]
+             "--timeout", str(MANUAL_TIMEOUT_S), "--world_size", str(len(ranks)), "--rank", str(rank),
+             "--master_addr", "localhost", "--master_port", str(port), "--output_dir", f"out{rank}"] for rank in ranks]
 
 
 RL, TRAIN = PROGRAMS[0], next(program for program in PROGRAMS if program.lesson == "p2p_collectives.train")
@@ -273,8 +273,8 @@ def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_po
     if way == "manual":
         commands = terminals(program, what, free_port, range(len(roles)))
     else:
-        flags = [program.lesson, "1", what, *program.command(None), "--timeout", MANUAL_TIMEOUT_S, "--output_dir", "out"]
-        commands = [torchrun(len(roles), "tests/sabotage.py", *flags)]
+        flags = [program.lesson, "1", what, *program.command(None), "--timeout", MANUAL_TIMEOUT_S]
+        commands = [torchrun(len(roles), "tests/sabotage.py", *flags, "--output_dir", "out")]
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(running(command, tmp_path)) for command in commands]
         if fault == "exception":

@@ -61,7 +61,7 @@ PROGRAMS = {
 MEMORY_BYTES = 24_000_000_000  # whatever this machine has
 DIGITS, LONG = "9" * 20, "x" * 300
 LARGE = "1" + "0" * 12  # an int that tensors could have as their size, but no machine could hold
-HANG_S = 30  # for one call of `main`, on a machine that has much else to do
+HANG_S = 20  # for one call of `main`, on a machine that has much else to do
 
 
 class Accepted(Exception):
@@ -196,7 +196,7 @@ def known_hosts(name):
 VALUES = [
     "", "0", "1", "-1", "2", "3", "1000", "1438", DIGITS, LARGE, "9" * 5000, "1e300", "1e-300", "nan", "inf", "-inf",
     "0.5", "0x10", "１２", "ünïcødé ☃", LONG, "?", "a?b", "a#b", "a%b", "a\tb", "a\nb", "%s", "-", "--", "--seed",
-    "folder", "pipe", "text", "loop", "text/below", "/dev/null", "/dev/zero", "/proc/1/nowhere",
+    "folder", "pipe", "text", "loop", "text/below", "/dev/null", "/proc/1/nowhere",
     "localhost", "127.0.0.1", "::1", "localhost:29500", "cpu", "cuda", "cuda:0", "cuda:99", "cuda:9999999999"]
 LETTERS = strategies.characters(exclude_categories=("Cs", "Cc"), exclude_characters="/.-")
 
