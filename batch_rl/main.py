@@ -307,8 +307,8 @@ def parse_args(argv, parser):
     given = None if args.observers is None else cli.given(args, "observers")
     if args.world_size is not None:  # torchrun's, or of a manual launch: all but the agent observe
         if args.observers not in (None, [args.world_size - 1]):
-            refuse(f"{given} must be {args.world_size - 1} with --world_size {args.world_size}: all "
-                   "processes but the agent are observers")
+            refuse(f"{given} must be {args.world_size - 1} with --world_size {args.world_size}: "
+                   "all processes but the agent are observers")
         args.observers = [args.world_size - 1]
     elif args.observers is None:
         args.observers = [3] if args.check else [5] if args.mode == "train" else [1, 2, 5, 10]

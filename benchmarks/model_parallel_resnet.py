@@ -32,7 +32,8 @@ PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "
 
 def build_parser():
     """The flags of the example, and how often."""
-    parser = rpc_pipeline.build_parser(__doc__, "benchmark_model_parallel_resnet", distributed=False)
+    name = "benchmark_model_parallel_resnet"
+    parser = rpc_pipeline.build_parser(__doc__, name, distributed=False)
     parser.set_defaults(num_splits=[4, 8], num_batches=3)
     parser.add_argument("--rounds", type=bounded(int, at_least=1), default=1, metavar="N", help="runs of each way")
     return parser

@@ -142,7 +142,8 @@ def bounded(kind, at_least=None, above=None, at_most=None):
                 or (at_most is not None and value > at_most)):
             raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not accepted; give {accepted}")
         if kind is int and value > LARGEST_INT:
-            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not accepted; give a smaller one")
+            raise argparse.ArgumentTypeError(
+                f"{shortened(text)!r} is not accepted; give a smaller number")
         return value
 
     return convert
@@ -201,9 +202,12 @@ def shortened(text, length=80):
 
 def given(args, *flags):
     """Flags with their values, as on a command line."""
-    values = [getattr(args, flag) for flag in flags]
-    words = [" ".join(map(str, value)) if isinstance(value, list) else value for value in values]
-    return " ".join(f"--{flag} {shortened(value)}" for flag, value in zip(flags, words, strict=True))
+    words = []
+    for flag in flags:
+        value = getattr(args, flag)
+        value = " ".join(map(str, value)) if isinstance(value, list) else value
+        words.append(f"--{flag} {shortened(value)}")
+    return " ".join(words)
 
 
 def starts_rank(args, rank):
@@ -236,8 +240,8 @@ def require_memory(args, flags, n_bytes, rank=None):
         rank: see `refuse`.
     """
     if n_bytes > memory_bytes():
-        refuse(f"{given(args, *flags)} would need {n_bytes / 1e9:.3g} GB of memory or more, and this "
-               f"machine has {memory_bytes() / 1e9:.3g} GB; give smaller numbers", rank)
+        refuse(f"{given(args, *flags)} would need {n_bytes / 1e9:.3g} GB of memory or more, and "
+               f"this machine has {memory_bytes() / 1e9:.3g} GB; give smaller numbers", rank)
 
 
 def require_writable_folder(flag, folder, shown=None, rank=0):

@@ -46,8 +46,8 @@ def fetch_data(args):
         failure = _failure(_read, args.data_dir)
     if failure:
         refuse(f"--data_dir {shortened(args.data_dir)} does not hold MNIST, which could not be "
-               f"fetched ({shortened(failure, 120)}); use --dataset digits, which needs no download",
-               rank=os.environ.get("RANK"))
+               f"fetched ({shortened(failure, 120)}); use --dataset digits, which needs no "
+               "download", rank=os.environ.get("RANK"))
 
 
 def _failure(function, folder):

@@ -264,7 +264,8 @@ def main(argv=None):
     """Train, or `--check`; the metrics or the differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     if args.global_batch_size % args.world_size:
-        refuse(f"{given(args, 'global_batch_size')} must be a multiple of {given(args, 'world_size')}")
+        refuse(f"{given(args, 'global_batch_size')} must be a multiple of "
+               f"{given(args, 'world_size')}")
     if not args.check:
         inspect_checkpoint(args)
     fetch_data(args)

@@ -260,7 +260,7 @@ def build_parser(description=__doc__, example="model_parallel_resnet", world_siz
     add("--num_classes", type=bounded(int, at_least=2), default=1000, metavar="N", help="of the targets")
     add("--arch", choices=ARCHS, default="resnet50", help="of torchvision")
     add("--lr", type=bounded(float, above=0), default=0.05, help="learning rate of SGD")
-    add("--timeline", action="store_true", help="draw a timeline of every process: timeline.png, timeline.json")
+    add("--timeline", action="store_true", help="draw a timeline of every process (PNG and JSON)")
     return parser
 
 
@@ -276,13 +276,13 @@ def require_sizes(args, roles):
     args.num_splits = sorted({1, *args.num_splits})
     most = args.num_splits[-1]
     if most > args.batch_size:
-        refuse(f"--num_splits {most} must be at most {given(args, 'batch_size')}: every micro-batch "
-               "needs a sample")
+        refuse(f"--num_splits {most} must be at most {given(args, 'batch_size')}: every "
+               "micro-batch needs a sample")
     if args.batch_size // most == 1 and args.image_size == 32:  # BatchNorm of a single number
         refuse(f"{given(args, 'image_size')} must be above 32 with --num_splits {most} and "
                f"{given(args, 'batch_size')}: the last layers would see one pixel of one image")
-    # Images and one-hot targets, which were integers; what the first layer and its BatchNorm make of
-    # an image, each 64 channels of half the height and width; the last layer's weights.
+    # Images and one-hot targets, which were integers; what the first layer and its BatchNorm make
+    # of an image, each 64 channels of half the height and width; the last layer's weights.
     first_layers = 2 * 64 * (args.image_size // 2) ** 2 if on_cpu(args) else 0
     numbers = {"batch": args.batch_size * 3 * (args.image_size**2 + args.num_classes),
                "first half": args.batch_size * first_layers,

@@ -193,9 +193,10 @@ def require_stages(args):
         if args.batch_size % num_split:
             refuse(f"--num_splits {num_split} must be a divisor of {given(args, 'batch_size')}: "
                    "here, all micro-batches have the same shape")
-    if args.device == "cuda" and args.rank is None and torch.cuda.device_count() < len(STAGES):
-        refuse("--device cuda must be cpu or auto: here each stage needs a GPU of its own, and torch "
-               f"sees {torch.cuda.device_count()}", rank=None)
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and args.rank is None and gpus < len(STAGES):
+        refuse(f"--device cuda must be cpu or auto: torch sees {gpus} GPUs, and here each stage "
+               "needs its own", rank=None)
 
 
 def main(argv=None):

@@ -116,9 +116,10 @@ def require_meeting(args):
         if args.file.exists() and not manual:
             refuse(f"--file {args.file} must be a path where nothing is yet: an old store would "
                    "confuse the new run")
-        if urlparse(f"file://{args.file.absolute()}").path != str(args.file.absolute()):
-            refuse(f"--file {args.file} must be a path without ?, # and control characters: it "
-                   "becomes a part of a URL")
+        path = str(args.file.absolute())
+        if urlparse(f"file://{path}").path != path:
+            refuse(f"--file {args.file} must be a path without ?, # and control characters, unlike "
+                   f"{path}: it becomes a part of a URL")
 
 
 def main(argv=None):

@@ -223,14 +223,14 @@ def main(argv=None):
     args = build_parser().parse_args(argv)
     for n_bytes in args.sizes:
         if n_bytes % DTYPES[args.dtype].itemsize:
-            refuse(f"--sizes {n_bytes} must be a multiple of {DTYPES[args.dtype].itemsize}, the bytes "
-                   f"of a {args.dtype}")
+            refuse(f"--sizes {n_bytes} must be a multiple of {DTYPES[args.dtype].itemsize}, the "
+                   f"bytes of a {args.dtype}")
     if args.device == "cuda":
-        refuse("--device cuda must be cpu or auto: gloo sends and receives main memory only, and on "
-               "GPUs NCCL has rings of its own")
+        refuse("--device cuda must be cpu or auto: gloo sends and receives main memory only, and "
+               "on GPUs NCCL has rings of its own")
     if args.check:
         return check(args)
-    # On each rank: whole numbers of 8 bytes, three tensors made from them, three copies of ring_naive.
+    # On each rank: whole numbers of 8 bytes, three tensors, and the three copies of ring_naive.
     of_rank = max(args.sizes) * (8 // DTYPES[args.dtype].itemsize + 6)
     require_memory(args, ["sizes"], len(ranks_here(args)) * of_rank)
     metrics = launch(run_worker, args, role_name)

@@ -292,7 +292,7 @@ def build_parser():
     add("--lr", type=bounded(float, above=0), default=0.15, help="learning rate of the first epoch")
     add("--momentum", type=bounded(float, at_least=0, at_most=1), default=0.9, help="of SGD, Nesterov's")
     add("--sync", choices=SYNCS, default="per_parameter", help="how the gradients are averaged")
-    add("--timeline", action="store_true", help="draw a timeline of every process: timeline.png, timeline.json")
+    add("--timeline", action="store_true", help="draw a timeline of every process (PNG and JSON)")
     parser.add_checkpoint_flags()
     return parser
 
@@ -305,11 +305,12 @@ def main(argv=None):
                "every rank needs a sample")
     fetch_data(args)
     if starts_rank(args, 0) and args.world_size > (n_samples := len(load_data(args)[0])):
-        refuse(f"{given(args, 'world_size')} must be at most {n_samples}: every rank needs a sample")
+        refuse(f"{given(args, 'world_size')} must be at most {n_samples}: every rank needs a "
+               "sample")
     state = checkpoint.inspect(args, needs=("epochs",), make_model=Net)
     if state and len(state["epochs"]) > args.epochs:
-        refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint has "
-               "so many behind it")
+        refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint "
+               "has so many behind it")
     if args.check:
         return check(args)
     metrics = launch(run_worker, args, role_name)

@@ -332,7 +332,7 @@ def build_parser():
     add("--image_size", type=bounded(int, at_least=8), default=64, metavar="N", help="height and width of an image")
     add("--num_classes", type=count, default=30, metavar="N", help="classes of images")
     add("--num_updates", type=count, default=6, metavar="N", help="steps of the server")
-    add("--timeline", action="store_true", help="draw a timeline of every process: timeline.png, timeline.json")
+    add("--timeline", action="store_true", help="draw a timeline of every process (PNG and JSON)")
     add("--lr", type=bounded(float, above=0), default=0.001, help="learning rate of SGD; the momentum is 0.9")
     return parser
 
@@ -341,8 +341,8 @@ def require_sizes(args):
     """Refuse images and classes that this machine cannot hold."""
     features, others = {"resnet18": (512, 11_176_512), "resnet50": (2048, 23_508_032)}[args.arch]
     weights, pixels = others + features * args.num_classes, 3 * args.image_size**2
-    # An image and its noise; a one-hot target, first of integers; on a CPU, what the first layer and
-    # its BatchNorm make of the image, each 64 channels of half the height and width.
+    # An image and its noise; a one-hot target, first of integers; on a CPU, what the first layer
+    # and its BatchNorm make of the image, each 64 channels of half the height and width.
     of_image = 2 * pixels + 3 * args.num_classes
     of_image += 2 * 64 * (args.image_size // 2) ** 2 if on_cpu(args) else 0
     # A trainer has a pattern for each class; weights and gradient; the server also the momentum.

@@ -404,8 +404,8 @@ def parse_args(argv, parser):
     args = parser.parse_args(argv)
     fetch_data(args)
     if starts_rank(args, 1) and args.world_size - 1 > (n_samples := len(load_data(args)[0])):
-        refuse(f"{given(args, 'world_size')} must be at most {n_samples + 1}: every trainer needs an "
-               "image", rank=1)
+        refuse(f"{given(args, 'world_size')} must be at most {n_samples + 1}: every trainer needs "
+               "an image", rank=1)
     state = checkpoint.inspect(args, needs=("epochs",), make_model=Net)
     if state and state["epochs"] > args.epochs:
         refuse(f"{given(args, 'epochs')} must be at least {state['epochs']}: the checkpoint has so "

@@ -286,7 +286,7 @@ def build_parser():
         help="2: select_action, then report_reward (the tutorial); 1: the reward rides along with the next state")
     add("--time_limit", choices=["continue", "end"], default="continue",
         help="what lies behind an episode that ran out of time: more of the same reward, or nothing (the tutorial)")
-    add("--timeline", action="store_true", help="draw a timeline of every process: timeline.png, timeline.json")
+    add("--timeline", action="store_true", help="draw a timeline of every process (PNG and JSON)")
     parser.add_checkpoint_flags()
     return parser
 

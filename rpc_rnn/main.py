@@ -276,7 +276,7 @@ def build_parser():
 
 
 def require_language(args):
-    """The language, if it can be read and fills the columns of all trainers; else refuse `--corpus`."""
+    """The language, if it can be read and fills the columns of all trainers; else refuse it."""
     n_trainers, speaker = args.world_size - 1, first_trainer_here(args)
     n_columns = args.batch_size * n_trainers
     # An input and a target in each column, also of the validation part.
@@ -340,10 +340,10 @@ def parse_args(argv, parser):
         args, needs=("epochs", "vocabulary"),
         make_model=lambda: LocalRNNModel(language.ntoken, args.ninp, args.nhid, args.nlayers))
     if state and state["vocabulary"] != language.vocabulary:
-        checkpoint.reject(args, "is of another text; give the --corpus of that one, or another file")
+        checkpoint.reject(args, "is of another text; give its --corpus, or another file")
     if state and len(state["epochs"]) > args.epochs:
-        refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint has "
-               "so many behind it", rank=1)
+        refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint "
+               "has so many behind it", rank=1)
     return args
 
 

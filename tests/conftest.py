@@ -15,15 +15,15 @@ def free_port():
 
 @pytest.fixture
 def refused(capfd, monkeypatch, tmp_path):
-    """`refused(main, flags, says)`: these flags end in status 2 and one line, before any process starts."""
+    """`refused(main, flags, says)`: status 2 and one line, before any process starts."""
 
     def started(*_, **__):
         raise AssertionError("a process was started")
 
     def refused(main, flags, says):
         monkeypatch.chdir(tmp_path)
-        for start in ("torch.multiprocessing.start_processes", "multiprocessing.forkserver.ensure_running",
-                      "subprocess.Popen"):
+        for start in ("torch.multiprocessing.start_processes",
+                      "multiprocessing.forkserver.ensure_running", "subprocess.Popen"):
             monkeypatch.setattr(start, started)
         with pytest.raises(SystemExit) as stop:
             main(flags)

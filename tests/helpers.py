@@ -22,9 +22,9 @@ def script(*arguments):
     return [sys.executable, str(ROOT / path), *rest]
 
 
-def torchrun(processes, *arguments):
-    """The same under torchrun, on this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+def torchrun(processes, *arguments, options=("--standalone",)):
+    """The same under torchrun, by default on this machine alone."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *map(str, options), "--nproc_per_node", str(processes)]
     return launcher + script(*arguments)[1:]
 
 
@@ -55,7 +55,7 @@ def run(command, folder, **options):
 
 @contextlib.contextmanager
 def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
-    """Start a command in a session of its own, wait until a line of its output contains `until`, and yield it.
+    """Start a command in a session of its own, wait until a line of its output matches `until`, and yield it.
 
     Its temporary files go to `folder/tmp`, so that a test can see whether any is left.
     """
@@ -69,7 +69,7 @@ def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subproce
         while until is not None:
             line = process.stdout.readline()
             assert line, f"ended before {until!r}: {process.stderr.read()}"
-            if until in line:
+            if re.search(until, line):
                 break
         yield process
     finally:
@@ -108,7 +108,8 @@ def nothing_left(process, folder):
     while session := [pid for pid in _processes() if _session(pid) == process.pid and _state(pid) != "Z"]:
         assert time.monotonic() < deadline, f"still running: {session}"
         time.sleep(0.05)
-    ours = [path for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")]  # torch's cache
+    theirs = ("torchinductor_", "torchelastic_")  # a cache of torch, and the logs of torchrun
+    ours = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(theirs)]
     assert ours == []
     assert [path for path in folder.rglob(".*.tmp")] == []
 

@@ -176,7 +176,7 @@ def run_slowly(rank, world_size, args):
             yield batch
 
     def impatient(*arguments):
-        rpc.api._set_rpc_timeout(LIMIT_S)
+        rpc._set_rpc_timeout(LIMIT_S)
         with pytest.raises(RuntimeError, match="(?i)time"):  # the limit holds
             rpc.rpc_sync("trainer1", time.sleep, args=(3 * LIMIT_S,))
         return call_trainers(*arguments)
@@ -205,8 +205,9 @@ def test_torchrun(tmp_path):
     assert metrics["world_size"] == 2  # torchrun's, not the default
 
 
-def test_manual_launch(free_port, capfd, tmp_path):
+def test_manual_launch(free_port, capfd, monkeypatch, tmp_path):
     """The other terminal is this process."""
+    monkeypatch.setattr("common.launch._launches", 0)  # as in a terminal of its own: launchers count
     flags = ["--world_size=2", "--master_addr=localhost", f"--master_port={free_port}", "--num_updates=2", *SMALL]
     with running(script(MAIN, "--rank=1", *flags), tmp_path) as trainer:
         metrics = batch_update.main(["--rank=0", *flags, "--output_dir", str(tmp_path)])

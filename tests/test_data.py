@@ -93,7 +93,7 @@ def fetch_and_load(rank, world_size, args):
 
 
 def test_one_process_of_each_machine_fetches(tmp_path):
-    """Under torchrun, the others wait until the first one has all files, and never read half of one."""
+    """Under torchrun, the others wait until the first one has all files: nobody reads half of one."""
     parser = cli.Parser("test", "", world_size=2)
     data.add_data_flags(parser)
     folder = tmp_path / "data"

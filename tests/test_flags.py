@@ -1,16 +1,15 @@
-"""Bad input, whatever the program: status 2 and one whole sentence, before any process starts."""
+"""Bad input, whatever the program: status 2 and one line, before any process starts."""
 
 import contextlib
+import functools
 import importlib
 import io
 import json
 import os
 import re
 import signal
-import stat
 import sys
 import tempfile
-import textwrap
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ import common
 import hypothesis
 import pytest
 import torch
-from common import cli, report
+from common import cli, data, report
 from common.vision import import_torchvision
 from hypothesis import strategies
 
@@ -29,6 +28,7 @@ from p2p_collectives import init_methods, ring_allreduce
 from p2p_collectives import main as p2p
 from p2p_collectives import train as p2p_train
 from param_server import main as param_server
+from rpc_rnn import language
 from rpc_rnn import main as rpc_rnn
 from rpc_rnn.single_process import LocalRNNModel
 from tests.helpers import ROOT, run
@@ -43,6 +43,7 @@ PROGRAMS = {
     "benchmarks.rpc_rl": ["launch"],
     "benchmarks.rpc_rl_seeds": ["train"],
     "benchmarks.rpc_rnn": ["launch"],
+    "benchmarks.start": ["measure"],
     "ddp_basic.elastic": ["launch"],
     "ddp_basic.main": ["launch"],
     "ddp_rpc_hybrid.main": ["launch"],
@@ -59,9 +60,9 @@ PROGRAMS = {
     "rpc_rnn.main": ["launch"],
 }
 MEMORY_BYTES = 24_000_000_000  # whatever this machine has
+HANG_S = 20  # for one call of `main`, on a machine that has much else to do
 DIGITS, LONG = "9" * 20, "x" * 300
 LARGE = "1" + "0" * 12  # an int that tensors could have as their size, but no machine could hold
-HANG_S = 20  # for one call of `main`, on a machine that has much else to do
 
 
 class Accepted(Exception):
@@ -72,10 +73,6 @@ class Hang(BaseException):
     """No part of a program catches this one."""
 
 
-class Outside(AssertionError):
-    """Something was written where nothing may be."""
-
-
 @contextlib.contextmanager
 def within(seconds):
     """Raise `Hang` in what takes longer."""
@@ -83,7 +80,8 @@ def within(seconds):
     def late(*_):
         raise Hang(f"longer than {seconds} s")
 
-    handler, timer = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler = signal.signal(signal.SIGALRM, late)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
@@ -91,14 +89,17 @@ def within(seconds):
         signal.signal(signal.SIGALRM, handler)
 
 
-_written = None  # paths, while somebody wants to know
+_written = None  # the paths, while `nothing_written_outside` wants to know
 
 
 def _note(event, args):
-    if _written is not None and event in ("open", "os.mkdir", "os.rename"):
-        path = args[1] if event == "os.rename" else args[0]
-        if isinstance(path, (str, bytes)) and (event != "open" or args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
-            _written.append(os.path.realpath(path))
+    writes = {"os.mkdir": 0, "os.rename": 1}
+    if event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        writes["open"] = 0
+    if _written is not None and event in writes:
+        path = args[writes[event]]
+        if isinstance(path, (str, bytes)):
+            _written.append(Path(os.fsdecode(os.path.realpath(path))))
 
 
 sys.addaudithook(_note)
@@ -106,24 +107,24 @@ sys.addaudithook(_note)
 
 @contextlib.contextmanager
 def nothing_written_outside(folder):
-    """Raise `Outside` for a file or a folder elsewhere; trying to write where nobody can is no offence."""
+    """Fail for a file or a folder elsewhere; trying to write where nobody can is no offence."""
     global _written
     _written = []
     try:
         yield
-        outside = {os.fsdecode(path) for path in _written if not Path(os.fsdecode(path)).is_relative_to(folder)}
-        outside = [path for path in outside if not path.startswith(("/dev/", "/proc/")) and "__pycache__" not in path]
-        if outside:
-            raise Outside(outside)
     finally:
-        _written = None
+        written, _written = _written, None
+    allowed = (folder, Path("/dev"), Path("/proc"))
+    outside = [path for path in written if not any(map(path.is_relative_to, allowed))]
+    assert [path for path in outside if "__pycache__" not in path.parts] == []
 
 
 def outcome(name, argv, folder):
-    """Call `main`: "accepted", or "refused" and what it says on stderr."""
-    main, err = importlib.import_module(name).main, io.StringIO()
-    with (pytest.raises((Accepted, SystemExit)) as end, within(HANG_S), nothing_written_outside(folder),
-          contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err)):
+    """Call `main`: "accepted" or "refused", and what it says on stderr."""
+    main, out, err = importlib.import_module(name).main, io.StringIO(), io.StringIO()
+    with (pytest.raises((Accepted, SystemExit)) as end, within(HANG_S),
+          contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
+          nothing_written_outside(folder)):
         main(list(argv))
     if end.type is Accepted:
         return "accepted", err.getvalue()
@@ -138,48 +139,26 @@ def one_line(err):
     assert len(err) < 1000
 
 
-@pytest.fixture
-def stubbed(monkeypatch, tmp_path):
-    """The working directory, with files of all kinds; whoever would start processes raises `Accepted`."""
-
-    def accept(*_, **__):
-        raise Accepted
-
-    for name, calls in PROGRAMS.items():
-        module = importlib.import_module(name)
-        for call in calls:
-            monkeypatch.setattr(module, call, accept)
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(cli, "memory_bytes", lambda: MEMORY_BYTES)
-    monkeypatch.setattr(import_torchvision().datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
-    monkeypatch.setattr("socket.gethostbyname", known_hosts)
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "text").write_text("To be, or not to be, that is the question. " * 200)
-    (tmp_path / "loop").symlink_to("loop")
-    # The same data for every call: to draw and to resize them takes a while.
-    for name in ("load_data", "load_language"):
-        honest, known = load_once(name)
-        for module in (rpc_rnn, param_server, p2p_train, elastic):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, lambda args, honest=honest, known=known: (
-                    known if args.corpus is None else honest(args)) if honest else known)
-    return tmp_path.resolve()
+def refusal(name, argv, folder):
+    """The one line."""
+    verdict, err = outcome(name, argv, folder)
+    assert verdict == "refused", (name, argv)
+    one_line(err)
+    return err
 
 
-_loaded = {}
+def parser_of(name):
+    return importlib.import_module(name).build_parser()
 
 
-def load_once(name):
-    """What loads a text, or None; and the digits, or the language that is drawn."""
-    if name not in _loaded:
-        args = SimpleNamespace(corpus=None, dataset="digits", seed=0)
-        _loaded[name] = (rpc_rnn.load_language, rpc_rnn.load_language(args)) if name == "load_language" else (
-            None, p2p_train.load_data(args))
-    return _loaded[name]
+@functools.cache
+def digits():
+    return data.load_data(SimpleNamespace(dataset="digits"))
+
+
+@functools.cache
+def drawn_language():
+    return language.load_language(SimpleNamespace(corpus=None, seed=0))
 
 
 def known_hosts(name):
@@ -190,48 +169,79 @@ def known_hosts(name):
     return name
 
 
+@pytest.fixture
+def stubbed(monkeypatch, tmp_path):
+    """A working directory with files of all kinds; what would start processes raises `Accepted`."""
+
+    def accept(*_, **__):
+        raise Accepted
+
+    for name, calls in PROGRAMS.items():
+        module = importlib.import_module(name)
+        for call in calls:
+            monkeypatch.setattr(module, call, accept)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(cli, "memory_bytes", lambda: MEMORY_BYTES)
+    monkeypatch.setattr("socket.gethostbyname", known_hosts)
+    mnist = import_torchvision().datasets.MNIST
+    monkeypatch.setattr(mnist, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
+    # The same data for every call: to draw and to resize them takes a while.
+    for module in (param_server, p2p_train, elastic):
+        monkeypatch.setattr(module, "load_data", lambda args: digits())
+    monkeypatch.setattr(rpc_rnn, "load_language", lambda args: (
+        drawn_language() if args.corpus is None else language.load_language(args)))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "text").write_text("To be, or not to be, that is the question. " * 200)
+    (tmp_path / "loop").symlink_to("loop")
+    return tmp_path.resolve()
+
+
 # --- drawn
 
 
 VALUES = [
-    "", "0", "1", "-1", "2", "3", "1000", "1438", DIGITS, LARGE, "9" * 5000, "1e300", "1e-300", "nan", "inf", "-inf",
-    "0.5", "0x10", "１２", "ünïcødé ☃", LONG, "?", "a?b", "a#b", "a%b", "a\tb", "a\nb", "%s", "-", "--", "--seed",
-    "folder", "pipe", "text", "loop", "text/below", "/dev/null", "/proc/1/nowhere",
-    "localhost", "127.0.0.1", "::1", "localhost:29500", "cpu", "cuda", "cuda:0", "cuda:99", "cuda:9999999999"]
+    "", "0", "1", "-1", "2", "3", "1000", "1438", DIGITS, LARGE, "9" * 5000, "0.5", "1e300",
+    "1e-300", "nan", "inf", "-inf", "0x10", "１２", "ünïcødé ☃", LONG, "?", "a?b", "a#b", "a%b",
+    "a\tb", "a\nb", "%s", "-", "--", "--seed", "folder", "pipe", "text", "loop", "text/below",
+    "/dev/null", "/proc/1/nowhere", "localhost", "127.0.0.1", "::1", "localhost:29500", "cpu",
+    "cuda", "cuda:0", "cuda:99", "cuda:9999999999"]
 LETTERS = strategies.characters(exclude_categories=("Cs", "Cc"), exclude_characters="/.-")
 
 
 def values(action):
     """Values of a flag, as texts: of its type and of others."""
-    numbers = strategies.integers(1, 64) | strategies.integers() | strategies.floats()
-    any_value = strategies.sampled_from(VALUES) | numbers.map(str) | strategies.text(LETTERS, max_size=20)
-    if action.choices:
-        any_value = strategies.sampled_from(sorted(map(str, action.choices))) | any_value
     if action.nargs == 0:
         return strategies.just([])
-    return strategies.lists(any_value, min_size=1, max_size=1 if action.nargs is None else 3)
+    numbers = strategies.integers(1, 64) | strategies.integers() | strategies.floats()
+    value = strategies.sampled_from(VALUES) | numbers.map(str)
+    value |= strategies.text(LETTERS, max_size=20)
+    if action.choices:
+        value = strategies.sampled_from(sorted(map(str, action.choices))) | value
+    return strategies.lists(value, min_size=1, max_size=1 if action.nargs is None else 3)
 
 
 @strategies.composite
 def command_lines(draw, parser, without=()):
     """A few flags of a parser, each with one value or several."""
     actions = [action for action in parser._actions if action.dest not in ("help", *without)]
-    chosen = draw(strategies.lists(strategies.sampled_from(actions), unique=True, min_size=1, max_size=5))
-    return [word for action in chosen for word in (action.option_strings[0], *draw(values(action)))]
+    some = strategies.lists(strategies.sampled_from(actions), unique=True, min_size=1, max_size=5)
+    flags = [(action.option_strings[0], *draw(values(action))) for action in draw(some)]
+    return [word for flag in flags for word in flag]
 
 
-def for_all(max_examples, given, property_of):
-    """Run `property_of(argv)` for drawn command lines, the same ones each time."""
+def for_all(command_lines, max_examples, holds):
+    """Run `holds(argv)` for drawn command lines, the same ones each time."""
     hypothesis.configuration.set_hypothesis_home_dir(Path.cwd() / ".hypothesis")
-    settings = hypothesis.settings(
-        max_examples=max_examples, derandomize=True, deadline=None, database=None,
-        suppress_health_check=list(hypothesis.HealthCheck))
-    settings(hypothesis.given(given)(property_of))()
+    settings = hypothesis.settings(max_examples=max_examples, derandomize=True, deadline=None,
+                                   database=None, suppress_health_check=hypothesis.HealthCheck)
+    settings(hypothesis.given(command_lines)(holds))()
 
 
 def any_input(name, folder, max_examples):
-    parser = importlib.import_module(name).build_parser()
-
     def accepted_or_one_line(argv):
         verdict, err = outcome(name, argv, folder)
         if verdict == "accepted":
@@ -239,7 +249,7 @@ def any_input(name, folder, max_examples):
         else:
             one_line(err)
 
-    for_all(max_examples, command_lines(parser), accepted_or_one_line)
+    for_all(command_lines(parser_of(name)), max_examples, accepted_or_one_line)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -256,118 +266,115 @@ def test_any_input_for_longer(name, stubbed):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_flag_with_every_value(name, stubbed):
-    for action in importlib.import_module(name).build_parser()._actions:
+    for action in parser_of(name)._actions:
         for value in VALUES if action.dest != "help" and action.nargs != 0 else ():
             verdict, err = outcome(name, [action.option_strings[0], value], stubbed)
-            assert verdict == "accepted" or not one_line(err), (action.dest, value)
+            if verdict == "refused":
+                one_line(err)
 
 
 def under_torchrun(name, folder, max_examples):
-    parser = importlib.import_module(name).build_parser()
+    parser = parser_of(name)
     ranks = parser.get_default("world_size") or 3
 
     def one_rank_says_it(argv):
         said, verdicts = "", set()
         for rank in range(ranks):
-            here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            os.environ.update({key: str(number) for key, number in here.items()})
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
             verdict, err = outcome(name, argv, folder)
             said += err
             verdicts.add(verdict)
         if "refused" in verdicts:
             one_line(said)
 
-    # Who does not have MNIST waits for the first rank, which has ended.
-    for_all(max_examples, command_lines(parser, without=["dataset"]), one_rank_says_it)
+    # Without MNIST: who does not have it waits for the first rank, which has ended.
+    for_all(command_lines(parser, without=["dataset"]), max_examples, one_rank_says_it)
 
 
-DISTRIBUTED = [name for name in PROGRAMS if name not in (
-    "benchmarks.ddp_rpc_hybrid", "benchmarks.rpc_rl_seeds", "benchmarks.model_parallel_resnet")]
+@pytest.fixture
+def torchrun(monkeypatch):
+    """The environment that torchrun makes; the ranks are for the test to set."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "0")
+
+
+DISTRIBUTED = [name for name, calls in PROGRAMS.items() if calls == ["launch"]]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_one_rank_of_torchrun_says_it(name, stubbed, monkeypatch):
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.setenv(variable, "0")
+def test_one_rank_of_torchrun_says_it(name, stubbed, torchrun):
     under_torchrun(name, stubbed, max_examples=10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_one_rank_of_torchrun_says_it_for_longer(name, stubbed, monkeypatch):
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.setenv(variable, "0")
+def test_one_rank_of_torchrun_says_it_for_longer(name, stubbed, torchrun):
     under_torchrun(name, stubbed, max_examples=60)
 
 
-def test_the_first_rank_of_each_machine_says_what_is_its_machines(stubbed, monkeypatch, capsys):
-    """Where only the second of two machines is at fault, its own first rank says so."""
-    for variable, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2"),
-                            ("RANK", "2"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(variable, value)
-    for name, flags in (("rpc_rl.main", ["--output_dir", "/dev/null"]), ("rpc_rnn.main", ["--corpus", "nowhere"]),
-                        ("param_server.main", ["--dataset", "mnist"]),
-                        ("ddp_basic.main", ["--local_batch_size", LARGE])):
-        verdict, err = outcome(name, flags, stubbed)
-        assert verdict == "refused"
-        one_line(err)
-        assert flags[0] in err or "--data_dir" in err
+@pytest.mark.parametrize(("name", "flags"), [
+    ("rpc_rl.main", ["--output_dir", "/dev/null"]),
+    ("rpc_rnn.main", ["--corpus", "nowhere"]),
+    ("ddp_basic.main", ["--local_batch_size", LARGE]),
+    ("param_server.main", ["--data_dir", "folder", "--dataset", "mnist"]),
+])
+def test_the_first_rank_of_a_machine_says_what_is_its_machines(name, flags, stubbed, torchrun):
+    """Where only the second of two machines is at fault, nobody on the first one can say so."""
+    os.environ.update(RANK="2", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2")
+    assert flags[0] in refusal(name, flags, stubbed)
 
 
 # --- known
 
 
+@functools.cache
 def with_flag(flag):
     """The programs that have it."""
-    return [name for name in PROGRAMS if flag in importlib.import_module(name).build_parser()._option_string_actions]
+    return [name for name in PROGRAMS if flag in parser_of(name)._option_string_actions]
 
 
+FILES = ("--checkpoint", "--corpus", "--file")
+SIZES = ("--nhid", "--nlayers", "--ninp", "--image_size", "--num_embeddings", "--embedding_dim",
+         "--num_classes", "--envs_per_observer", "--sizes", "--local_batch_size")
+OTHER_COUNTS = ("--batch_size", "--bptt", "--num_steps", "--epochs", "--steps", "--rounds")
+NOT_A_FILE = "must be a file, not a folder, a pipe or a device"
+SECONDS = "at least 0.01 and at most 10000000"
+NO_PORT = "give the port with --master_port, and no IPv6"
 KNOWN = [
-    *(("--seed", value, "at most 2147483647") for value in ("20000000000000", str(2**64), "1e3", "-1")),
-    *(("--timeout", value, "at least 0.01 and at most 10000000") for value in ("1e300", "1e-300", "nan", "0")),
+    *(("--seed", value, "at most 2147483647") for value in ("20000000000000", str(2**64), "-1")),
+    *(("--timeout", value, SECONDS) for value in ("1e300", "1e-300", "nan", "0")),
     ("--delay", "1e300", "at most 10000000"),
     ("--world_size", DIGITS, "at most 65536"),
     ("--world_size", "1000", "can hold at most 240 processes (memory)"),
     ("--observers", DIGITS, "at most 65535"),
     ("--observers", "1000", "can hold at most 240 processes (memory)"),
-    *((flag, LONG, "too long") for flag in ("--output_dir", "--checkpoint", "--corpus", "--file")),
+    ("--observers", "240", "can hold at most 240 processes (memory)"),
+    *((flag, LONG, "too long") for flag in ("--output_dir", *FILES)),
     ("--checkpoint", "y" * 240, "must have a shorter name"),
-    *((flag, name, "must be a file, not a folder, a pipe or a device")
-      for flag in ("--checkpoint", "--corpus", "--file") for name in ("pipe", "folder", "/dev/null", ".")),
-    *((flag, "loop", "too many levels of symbolic links") for flag in ("--checkpoint", "--corpus", "--file")),
+    *((flag, name, NOT_A_FILE) for flag in FILES for name in ("pipe", "folder", "/dev/null", ".")),
+    *((flag, "loop", "too many levels of symbolic links") for flag in FILES),
     ("--output_dir", "pipe", "file exists"),
     ("--output_dir", "text/below", "not a directory"),
-    *(("--master_addr", value, "give the port with --master_port, and no IPv6")
-      for value in ("::1", "localhost:29500")),
-    ("--master_addr", "", "''"),
-    ("--master_addr", LONG, "give a host's name"),
+    *(("--master_addr", value, NO_PORT) for value in ("::1", "localhost:29500")),
+    *(("--master_addr", value, "give a host's name") for value in ("", LONG, "no such host")),
     *(("--file", value, "without ?, # and control characters") for value in ("a?b", "a#b", "a\tb")),
-    *((flag, DIGITS, "is not accepted; give a smaller one") for flag in (
-        "--nhid", "--nlayers", "--ninp", "--batch_size", "--bptt", "--image_size", "--num_embeddings",
-        "--embedding_dim", "--num_classes", "--envs_per_observer", "--num_steps", "--sizes", "--local_batch_size",
-        "--epochs", "--steps")),
-    *((flag, LARGE, "GB of memory") for flag in (
-        "--nhid", "--nlayers", "--ninp", "--image_size", "--num_embeddings", "--embedding_dim", "--num_classes",
-        "--envs_per_observer", "--sizes", "--local_batch_size")),
+    *((flag, DIGITS, "give a smaller number") for flag in (*SIZES, *OTHER_COUNTS)),
+    *((flag, LARGE, "GB of memory or more, and this machine has 24 GB") for flag in SIZES),
     ("--num_splits", "1001", "at most 1000"),
     ("--devices", "cuda:9999999999", "cuda:N"),
 ]
 
 
-@pytest.mark.parametrize(("flag", "value", "says"), KNOWN, ids=[f"{flag} {value[:22]}" for flag, value, _ in KNOWN])
+@pytest.mark.parametrize(
+    ("flag", "value", "says"), KNOWN, ids=[f"{flag} {value[:22]}" for flag, value, _ in KNOWN])
 def test_known_bad_input(flag, value, says, stubbed):
-    programs = with_flag(flag)
-    assert programs
-    for name in programs:
-        if (name, flag) == ("benchmarks.rpc_rl_seeds", "--seed"):
-            continue
-        # Without --rank, --master_addr is bad by itself; a batch of one image needs no larger ones.
-        more = {"--master_addr": ["--rank", "0"], "--devices": ["cpu"]}.get(flag, [])
-        verdict, err = outcome(name, [flag, value, *more], stubbed)
-        assert verdict == "refused", name
-        one_line(err)
-        assert flag in err
-        assert says in err
+    more = {"--devices": ["cpu"]}.get(flag, [])  # it takes two
+    assert with_flag(flag)
+    for name in with_flag(flag):
+        line = refusal(name, [flag, value, *more], stubbed)
+        assert flag in line
+        assert says in line
 
 
 @pytest.mark.parametrize(("name", "flags"), [
@@ -381,74 +388,87 @@ def test_known_bad_input(flag, value, says, stubbed):
     ("ddp_basic.main", ["--world_size", "50", "--local_batch_size", "200000"]),
 ])
 def test_more_than_the_memory(name, flags, stubbed):
-    verdict, err = outcome(name, flags, stubbed)
-    assert verdict == "refused"
-    one_line(err)
-    assert "GB of memory or more, and this machine has 24 GB" in err
-    # A rank that is alone on its machine may have room.
-    if name in ("ddp_rpc_hybrid.main", "ddp_basic.main"):
-        assert outcome(name, [*flags, "--rank", "0", "--master_addr", "localhost"], stubbed)[0] == "accepted"
+    line = refusal(name, flags, stubbed)
+    assert flags[-1] in line
+    assert "GB of memory or more, and this machine has 24 GB; give smaller numbers" in line
+    if name in ("ddp_rpc_hybrid.main", "ddp_basic.main"):  # a rank that is alone may have room
+        alone = [*flags, "--rank", "0", "--master_addr", "localhost"]
+        assert outcome(name, alone, stubbed) == ("accepted", "")
 
 
 def test_a_corpus_larger_than_the_memory(stubbed):
-    with open(stubbed / "huge", "wb") as file:
+    with open("huge", "wb") as file:
         file.truncate(10**12)  # a hole: it takes no room
-    verdict, err = outcome("rpc_rnn.main", ["--corpus", "huge"], stubbed)
-    assert verdict == "refused"
-    one_line(err)
-    assert "--corpus huge would need" in err
+    assert "--corpus huge would need" in refusal("rpc_rnn.main", ["--corpus", "huge"], stubbed)
 
 
 @pytest.mark.parametrize("name", with_flag("--dataset"))
 def test_no_place_for_mnist(name, stubbed):
     for folder in (LONG, "pipe", "/dev/null", "text/below"):
-        verdict, err = outcome(name, ["--dataset", "mnist", "--data_dir", folder], stubbed)
-        assert verdict == "refused"
-        one_line(err)
-        assert err.startswith(f"error: --data_dir {folder[:30]}")
-        assert "--dataset digits" in err
+        line = refusal(name, ["--dataset", "mnist", "--data_dir", folder], stubbed)
+        assert line.startswith(f"error: --data_dir {folder[:30]}")
+        assert "--dataset digits" in line
 
 
-def test_good_input_is_accepted(stubbed):
-    """What is near to what is refused."""
-    for name, *flags in (("p2p_collectives.init_methods", "--file", "a%b"), ("rpc_rl.main", "--seed", "2147483647"),
-                         ("rpc_rl.main", "--timeout", "10000000"), ("rpc_rl.main", "--world_size", "33"),
-                         ("batch_rl.main", "--observers", "20"), ("rpc_rnn.main", "--corpus", "text"),
-                         ("rpc_rl.main", "--checkpoint", "y" * 225), ("rpc_rnn.main", "--nhid", "4000"),
-                         ("rpc_rl.main", "--rank", "1", "--world_size", "1000", "--master_addr", "10.0.0.7"),
-                         ("rpc_rnn.main", "--bptt", LARGE), ("param_server.main", "--batch_size", LARGE),
-                         *((name,) for name in PROGRAMS)):
-        assert outcome(name, flags, stubbed) == ("accepted", ""), (name, flags)
+@pytest.mark.parametrize(("name", "flags"), [
+    *((name, []) for name in PROGRAMS),
+    # What is near to what is refused.
+    ("rpc_rl.main", ["--seed", "2147483647"]),
+    ("rpc_rl.main", ["--timeout", "10000000"]),
+    ("rpc_rl.main", ["--world_size", "33"]),
+    ("rpc_rl.main", ["--rank", "1", "--world_size", "1000", "--master_addr", "10.0.0.7"]),
+    ("rpc_rl.main", ["--checkpoint", "y" * 225]),
+    ("batch_rl.main", ["--observers", "239"]),
+    ("rpc_rnn.main", ["--corpus", "text"]),
+    ("rpc_rnn.main", ["--nhid", "4000"]),
+    ("rpc_rnn.main", ["--bptt", LARGE]),
+    ("param_server.main", ["--batch_size", LARGE]),
+    ("p2p_collectives.init_methods", ["--file", "a%b"]),
+])
+def test_good_input_is_accepted(name, flags, stubbed):
+    assert outcome(name, flags, stubbed) == ("accepted", "")
 
 
 def test_open_files_limit_the_processes(stubbed, monkeypatch):
     monkeypatch.setattr(cli.resource, "getrlimit", lambda _: (64, 64))
-    verdict, err = outcome("rpc_rl.main", ["--world_size", "20"], stubbed)
-    assert verdict == "refused"
-    assert err == ("error: --world_size 20 is too much for this machine, which can hold at most 16 processes (open "
-                   "files: ulimit -n)\n")
+    assert refusal("rpc_rl.main", ["--world_size", "20"], stubbed) == (
+        "error: --world_size 20 is too much for this machine, which can hold at most 16 processes "
+        "(open files: ulimit -n)\n")
     monkeypatch.setattr(cli.resource, "getrlimit", lambda _: (cli.resource.RLIM_INFINITY,) * 2)
-    assert outcome("rpc_rl.main", ["--world_size", "20"], stubbed)[0] == "accepted"
+    assert outcome("rpc_rl.main", ["--world_size", "20"], stubbed) == ("accepted", "")
 
 
 # --- checkpoints
 
 
+def settings_of_elastic():
+    return {"dataset": "digits", "global_batch_size": 32, "lr": 0.02, "seed": 0}
+
+
+def rnn_state():
+    weights = LocalRNNModel(ntoken=10, ninp=32, nhid=64, nlayers=1).state_dict()
+    return {"model": weights, "vocabulary": None, "epochs": []}
+
+
 CHECKPOINTS = {
     "rpc_rl.main": lambda: {"generators": {1: 0, 2: 0}},
-    "rpc_rnn.main": lambda: {"model": LocalRNNModel(10, 32, 64, 1).state_dict(), "vocabulary": None, "epochs": []},
+    "rpc_rnn.main": rnn_state,
     "param_server.main": lambda: {"model": param_server.Net().state_dict(), "epochs": 1},
     "p2p_collectives.train": lambda: {"model": p2p_train.Net().state_dict(), "epochs": []},
-    "ddp_basic.elastic": lambda: {"model": elastic.build_model(0).state_dict(), "settings": {
-        "dataset": "digits", "global_batch_size": 32, "lr": 0.02, "seed": 0}},
+    "ddp_basic.elastic": lambda: {"model": elastic.build_model(0).state_dict(),
+                                  "settings": settings_of_elastic()},
 }
+
+
+def save_and_resume(name, path, state):
+    """Write a checkpoint; the flags with which the program goes on from it."""
+    torch.save({"example": parser_of(name).get_default("example"), **state}, path)
+    return ["--checkpoint", path, *(["--resume"] if name in with_flag("--resume") else [])]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_resume_in_a_folder_that_cannot_be_written(name, stubbed, monkeypatch):
-    example = importlib.import_module(name).build_parser().get_default("example")
-    torch.save({"example": example, **CHECKPOINTS[name]()}, stubbed / "folder" / "run.pt")
-    flags = ["--checkpoint", "folder/run.pt", *(["--resume"] if name != "ddp_basic.elastic" else [])]
+    flags = save_and_resume(name, "folder/run.pt", CHECKPOINTS[name]())
     assert outcome(name, flags, stubbed) == ("accepted", "")
     honest = tempfile.TemporaryFile
 
@@ -458,21 +478,15 @@ def test_resume_in_a_folder_that_cannot_be_written(name, stubbed, monkeypatch):
         return honest(*arguments, dir=dir, **options)
 
     monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
-    verdict, err = outcome(name, flags, stubbed)
-    assert verdict == "refused"
-    assert err == ("error: --checkpoint folder/run.pt must be a place where files can be written (folder: "
-                   "read-only file system)\n")
+    assert refusal(name, flags, stubbed) == (
+        "error: --checkpoint folder/run.pt must be a place where files can be written (folder: "
+        "read-only file system)\n")
 
 
-@pytest.mark.parametrize("name", [name for name in CHECKPOINTS])
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_half_a_state_is_no_checkpoint(name, stubbed):
-    example = importlib.import_module(name).build_parser().get_default("example")
-    torch.save({"example": example, "model": [1, 2]}, "run.pt")
-    flags = ["--checkpoint", "run.pt", *(["--resume"] if name != "ddp_basic.elastic" else [])]
-    verdict, err = outcome(name, flags, stubbed)
-    assert verdict == "refused"
-    one_line(err)
-    assert "--checkpoint run.pt is" in err
+    flags = save_and_resume(name, "run.pt", {"model": [1, 2]})
+    assert "--checkpoint run.pt is" in refusal(name, flags, stubbed)
 
 
 def test_a_checkpoint_that_cannot_be_read(stubbed, monkeypatch):
@@ -480,9 +494,8 @@ def test_a_checkpoint_that_cannot_be_read(stubbed, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(torch, "load", denied)
-    verdict, err = outcome("rpc_rl.main", ["--checkpoint", "text", "--resume"], stubbed)
-    assert verdict == "refused"
-    assert err == "error: --checkpoint text must be a file that can be read (permission denied)\n"
+    assert refusal("rpc_rl.main", ["--checkpoint", "text", "--resume"], stubbed) == (
+        "error: --checkpoint text must be a file that can be read (permission denied)\n")
 
 
 # --- where the tensors were
@@ -491,31 +504,40 @@ def test_a_checkpoint_that_cannot_be_read(stubbed, monkeypatch):
 def plausible(backend):
     """What `launch` of some programs returns, as far as their `main` reads it."""
     row = {"bytes": 4, "median_s": 1.0, "bus_GBps": 1.0, "vs_all_reduce": 1.0}
-    return {"backend": backend, "operations": [], "meetings": [], "losses": [1.0, 0.5], "windows": [[(0.0, 1.0)]],
-            "spans": {"stage0": [], "stage1": []}, "wall_s": 1.0,
-            "rows": [{**row, "algorithm": name} for name in ("RingAllReduce", "ring_naive")]}
+    rows = [{**row, "algorithm": name} for name in ("RingAllReduce", "ring_naive")]
+    stages = {"stage0": [], "stage1": []}
+    return {"backend": backend, "operations": [], "meetings": [], "rows": rows, "spans": stages,
+            "losses": [1.0, 0.5], "windows": [[(0.0, 1.0)]], "wall_s": 1.0}
+
+
+@pytest.fixture
+def some_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
 
 
 @pytest.mark.parametrize(("module", "flags", "backend", "device"), [
-    (p2p, [], "gloo", "cpu"), (p2p, [], "nccl", "Some GPU"),
-    (schedules, ["--num_splits", "1"], "gloo", "cpu"), (schedules, ["--num_splits", "1"], "nccl", "Some GPU"),
-    (ring_allreduce, ["--world_size", "1", "--sizes", "4"], "gloo", "cpu"), (init_methods, [], "gloo", "cpu"),
+    (p2p, [], "gloo", "cpu"),
+    (p2p, [], "nccl", "Some GPU"),
+    (schedules, ["--num_splits", "1"], "gloo", "cpu"),
+    (schedules, ["--num_splits", "1"], "nccl", "Some GPU"),
+    (ring_allreduce, ["--world_size", "1", "--sizes", "4"], "gloo", "cpu"),
+    (init_methods, [], "gloo", "cpu"),
 ])
-def test_metrics_say_where_the_tensors_were(module, flags, backend, device, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
+def test_metrics_say_where_the_tensors_were(
+        module, flags, backend, device, tmp_path, monkeypatch, some_gpu):
     monkeypatch.setattr(module, "launch", lambda *_: plausible(backend))
     module.main([*flags, "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "metrics.json").read_text())["device"] == device
 
 
-def test_device_in_metrics(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
-    for flag, where, device in (("auto", None, "Some GPU"), ("cuda", None, "Some GPU"), ("cpu", None, "cpu"),
-                                ("auto", "cpu", "cpu")):
-        args = SimpleNamespace(device=flag, output_dir=tmp_path, example="x", world_size=1, seed=0)
-        assert report.save_metrics(args, {}, "gloo", where)["device"] == device
+@pytest.mark.parametrize(("flag", "where", "device"), [
+    ("auto", None, "Some GPU"), ("cuda", None, "Some GPU"), ("cpu", None, "cpu"),
+    ("auto", "cpu", "cpu"),
+])
+def test_device_in_metrics(flag, where, device, tmp_path, some_gpu):
+    args = SimpleNamespace(device=flag, output_dir=tmp_path, example="x", world_size=1, seed=0)
+    assert report.save_metrics(args, {}, "gloo", where)["device"] == device
 
 
 # --- where nothing can run
@@ -528,6 +550,7 @@ def test_device_in_metrics(tmp_path, monkeypatch):
     ({}, "1.13", "torch 1.13 is too old"),
     ({}, None, "torch is missing; run `pip install -r requirements.txt`"),
     *(({}, version, None) for version in ("2.11.0", "2.13.0+cpu", "2.15.0a0+git123", "3.0")),
+    ({"platform": "darwin"}, "2.13.0", None),
 ])
 def test_why_not(place, torchs, says, monkeypatch):
     def version(package):
@@ -542,47 +565,45 @@ def test_why_not(place, torchs, says, monkeypatch):
 
 def test_why_not_here():
     assert common.why_not() is None
-    assert common.why_not(platform="darwin") is None
 
 
+# A system that says it is Windows, from when torch and what it needs have been imported.
 WINDOWS = """
-import importlib, io, runpy, sys
+import gymnasium, io, runpy, sys, torch, torch.distributed, torch.distributed.autograd
 from contextlib import redirect_stderr
-import gymnasium, torch, torch.distributed, torch.distributed.autograd  # before this is Windows
+
 sys.platform = "win32"
 for module in ("fcntl", "resource", "termios", "pwd", "grp"):  # which are not there
     sys.modules[module] = None
-def windows(path):
+for path in sys.argv[1:]:
     for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
         del sys.modules[name]
-    sys.argv, err = [path], io.StringIO()
+    err = io.StringIO()
     try:
         with redirect_stderr(err):
             runpy.run_path(path, run_name="__main__")
     except SystemExit as stop:
-        assert stop.code == 2, stop.code
-    lines = err.getvalue().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: torch has no RPC on Windows; use WSL"), (path, lines)
-for path in sys.argv[1:]:
-    windows(path)
-    print("ok")
+        print(path, stop.code, err.getvalue(), end="")
 """
 
 
-def test_windows_is_told_about_wsl(tmp_path):
+def test_windows_is_refused_in_words(tmp_path):
     paths = [str(ROOT / f"{name.replace('.', '/')}.py") for name in PROGRAMS]
-    result = run([sys.executable, "-c", textwrap.dedent(WINDOWS), *paths], tmp_path)
+    result = run([sys.executable, "-c", WINDOWS, *paths], tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == "ok\n" * len(PROGRAMS)
-
-
-def test_windows_for_real(tmp_path):
-    """The README's command, on a system that says it is Windows."""
-    start = ("import gymnasium, runpy, sys, torch; sys.platform = 'win32'; sys.argv = sys.argv[1:]; "
-             "runpy.run_path(sys.argv[0], run_name='__main__')")
-    result = run([sys.executable, "-c", start, str(ROOT / "rpc_rl/main.py")], tmp_path)
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert "use WSL" in result.stderr
-    assert stat.S_ISDIR(tmp_path.stat().st_mode)
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(paths)
+    for line, path in zip(lines, paths, strict=True):
+        assert line.startswith(f"{path} 2 error: torch has no RPC on Windows; use WSL")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_windows_ends_in_one_line(tmp_path):
+    """The first program of the README, as a process of its own."""
+    start = ("import gymnasium, runpy, sys, torch; sys.platform = 'win32'; "
+             f"runpy.run_path({str(ROOT / 'rpc_rl/main.py')!r}, run_name='__main__')")
+    result = run([sys.executable, "-c", start], tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    one_line(result.stderr)
+    assert "use WSL" in result.stderr

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -265,16 +264,17 @@ def test_torchrun(under_torchrun):
     assert rows_of(folder, "model_parallel_resnet")["world_size"] == 3
 
 
-def test_manual_launch(free_port, tmp_path):
-    """One terminal is a process of its own, the two others are threads of this one."""
+def test_manual_launch(free_port, monkeypatch, tmp_path):
+    """Two terminals are processes of their own, the third is this one."""
+    monkeypatch.setattr("common.launch._launches", 0)  # as in a terminal of its own: launchers count
     flags = [*BRIEF, "--master_addr=localhost", f"--master_port={free_port}"]
-    with running(script(MAIN, "--rank=2", *flags), tmp_path) as worker2, ThreadPoolExecutor(1) as terminal:
-        worker1 = terminal.submit(rpc_pipeline.main, ["--rank=1", *flags, "--output_dir", str(tmp_path / "1")])
-        metrics = rpc_pipeline.main(["--rank=0", *flags, "--output_dir", str(tmp_path / "0")])
+    one, two = (script(MAIN, f"--rank={rank}", *flags) for rank in (1, 2))
+    with running(one, tmp_path) as one, running(two, tmp_path) as two:
+        metrics = rpc_pipeline.main(["--rank=0", *flags, "--output_dir", str(tmp_path)])
         assert [row["num_split"] for row in metrics["rows"]] == [1, 4]
-        assert worker1.result() is None
-        assert end(worker2) == ("", "")
-        assert worker2.returncode == 0
+        for worker in (one, two):
+            assert end(worker) == ("", "")
+            assert worker.returncode == 0
 
 
 @pytest.mark.parametrize(("path", "rank", "name", "others"), [

@@ -195,8 +195,9 @@ def test_torchrun(tmp_path):
     assert metrics["world_size"] == 2  # torchrun's, not the default
 
 
-def test_manual_launch(free_port, capfd, tmp_path):
+def test_manual_launch(free_port, capfd, monkeypatch, tmp_path):
     """As the tutorial has it: --rank, and nothing about the machine. The other terminal is this process."""
+    monkeypatch.setattr("common.launch._launches", 0)  # as in a terminal of its own: launchers count
     flags = ["--world_size=2", f"--master_port={free_port}", "--epochs=1", "--batch_size=200"]
     with running(script(MAIN, "--rank=0", *flags), tmp_path) as server:
         param_server.main(["--rank=1", *flags, "--output_dir", str(tmp_path)])

@@ -1,0 +1,144 @@
+"""Two network namespaces as two machines: what runs on one machine runs across them, and a cut cable ends it."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import time
+import zlib
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers import nothing_left, running, script, torchrun
+
+TIMEOUT_S = 8
+
+
+def ip(*words):
+    return subprocess.run(["ip", *map(str, words)], check=True, capture_output=True, text=True)
+
+
+def why_not():
+    """Why there can be no network namespaces here, or None."""
+    if shutil.which("ip") is None:
+        return "needs `ip` (Debian's iproute2) to make two network namespaces"
+    if os.geteuid() != 0:
+        return "needs root to make two network namespaces"
+    try:
+        ip("netns", "add", f"try{os.getpid()}")
+        ip("netns", "delete", f"try{os.getpid()}")
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces cannot be made here ({error.stderr.strip()})"
+    return None
+
+
+@pytest.fixture(scope="module")
+def machines():
+    """`names` and `addresses` of two machines with a cable between them, and `cut` and `mend` for it."""
+    if reason := why_not():
+        pytest.skip(reason)
+    names = [f"{end}{os.getpid()}" for end in ("dta", "dtb")]
+    addresses = ["10.123.45.1", "10.123.45.2"]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "delete", name)
+        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for name, address in zip(names, addresses, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "lo", "up")
+
+        def cable(state):
+            for name in names:
+                ip("-n", name, "link", "set", "eth0", state)
+
+        cable("up")
+        yield SimpleNamespace(names=names, addresses=addresses, cut=lambda: cable("down"), mend=lambda: cable("up"))
+
+
+PROGRAMS = {  # script: (ranks on each machine, flags)
+    "rpc_rl/main.py": ((1, 1), "--max_episodes 2"),
+    "batch_rl/main.py": ((1, 1), "--num_episode 1 --num_steps 20"),
+    "ddp_rpc_hybrid/main.py": ((2, 2), "--epochs 2"),
+    "param_server/main.py": ((1, 1), "--epochs 1"),
+    "param_server/batch_update.py": ((1, 1), "--arch resnet18 --image_size 32 --num_updates 2"),
+    "rpc_rnn/main.py": ((1, 1), "--epochs 1"),
+    "model_parallel_resnet/main.py": ((2, 1), "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 1"),
+    "model_parallel_resnet/schedules.py": ((1, 1), "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 1"),
+    "ddp_basic/main.py": ((1, 1), ""),
+    "ddp_basic/elastic.py": ((1, 1), "--epochs 1"),
+    "p2p_collectives/main.py": ((1, 1), ""),
+    "p2p_collectives/train.py": ((1, 1), "--epochs 1"),
+    "p2p_collectives/ring_allreduce.py": ((1, 1), "--sizes 65536 --repeats 1"),
+    "p2p_collectives/init_methods.py": ((1, 1), "--method env"),
+}
+RPC = ["rpc_rl/main.py", "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "param_server/main.py",
+       "param_server/batch_update.py", "rpc_rnn/main.py", "model_parallel_resnet/main.py"]
+
+
+def on_machines(machines, path, way, port, *flags):
+    """The commands of one run: with torchrun one on each machine, else one for each rank."""
+    ranks, more = PROGRAMS[path]
+    flags = [*more.split(), *flags]
+    if way == "torchrun":
+        return [["ip", "netns", "exec", name, *torchrun(count, path, *flags, "--output_dir", f"out{node}", options=[
+                 "--nnodes", len(ranks), "--node_rank", node, "--master_addr", machines.addresses[0],
+                 "--master_port", port])]
+                for node, (name, count) in enumerate(zip(machines.names, ranks, strict=True))]
+    homes = [name for name, count in zip(machines.names, ranks, strict=True) for _ in range(count)]
+    if path == "batch_rl/main.py":
+        flags += ["--observers", len(homes) - 1]
+    return [["ip", "netns", "exec", name, *script(path, *flags, "--world_size", len(homes), "--rank", rank,
+                                                  "--master_addr", machines.addresses[0], "--master_port", port,
+                                                  "--output_dir", f"out{rank}")] for rank, name in enumerate(homes)]
+
+
+@pytest.fixture
+def port(request):
+    """Another one for each test: on the machines nobody else listens."""
+    return 20000 + zlib.crc32(request.node.name.encode()) % 10000
+
+
+@pytest.mark.parametrize(("path", "way"), [
+    *((path, "torchrun") for path in PROGRAMS), *((path, "manual") for path in RPC)])
+def test_across_machines(path, way, machines, port, tmp_path):
+    """One machine says the last line, none says anything else."""
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(running(command, tmp_path))
+                for command in on_machines(machines, path, way, port)]
+        ended = [run.communicate(timeout=90) for run in runs]
+        assert [run.returncode for run in runs] == [0] * len(runs), ended
+        assert sum(bool(out) for out, _ in ended) == 1, ended
+        if way == "manual":
+            # torch's C++ says that it finds no name for these addresses: there is no name server here.
+            lines = [line for _, err in ended for line in err.splitlines() if "hostname of the client" not in line]
+            assert lines == []
+        for run in runs:
+            nothing_left(run, tmp_path)
+
+
+@pytest.mark.parametrize("way", ["torchrun", "manual"])
+@pytest.mark.parametrize(("path", "for_ever", "roles"), [
+    ("rpc_rl/main.py", "--max_episodes 100000 --reward_threshold 499 --log_interval 1", ["agent", "observer1"]),
+    ("p2p_collectives/train.py", "--epochs 100000", ["rank0", "rank1"]),
+])
+def test_cut_cable(path, for_ever, roles, way, machines, port, tmp_path):
+    """Both machines end, in time, and name the role that they cannot reach; so do the passive roles."""
+    commands = on_machines(machines, path, way, port, *for_ever.split(), "--timeout", TIMEOUT_S)
+    try:
+        with running(commands[1], tmp_path) as there, running(commands[0], tmp_path, until="epi|epo") as here:
+            machines.cut()
+            cut = time.monotonic()
+            ended = [run.communicate(timeout=TIMEOUT_S + 60) for run in (here, there)]
+            assert time.monotonic() - cut < TIMEOUT_S + 10
+            for run, (_, err), unreachable in zip((here, there), ended, (1, 0), strict=True):
+                assert run.returncode == 1
+                errors = [line for line in err.splitlines() if line.startswith("error:")]
+                pattern = rf"error: rank {unreachable} \({roles[unreachable]}\) cannot be reached: no sign of life for"
+                assert len(errors) == 1, err
+                assert re.match(pattern, errors[0]), err
+                nothing_left(run, tmp_path)
+    finally:
+        machines.mend()
