@@ -132,7 +132,7 @@ class Agent:
         torch.manual_seed(args.seed)
         self.policy = Policy().to(self.device)
         self.optimizer = optim.Adam(self.policy.parameters(), lr=args.lr)
-        self.n_steps = args.num_steps
+        self.n_steps, self.timeout = args.num_steps, args.timeout
         self.seeds = torch.Generator().manual_seed(args.seed)  # of the environments
         self.ob_rrefs = [rpc.remote(OBSERVER_NAME.format(ob_rank), Observer, args=(args,))
                          for ob_rank in range(1, world_size)]
@@ -183,7 +183,13 @@ class Agent:
             seed = torch.randint(2**30, (), generator=self.seeds).item()  # other environments for every observer
             # An episode takes as long as it takes: no timeout. Every request in it has one.
             futs.append(ob_rref.rpc_async(timeout=0).run_episode(batch, self.n_steps, seed))
-        rets = wait_all(futs)
+        try:
+            rets = wait_all(futs)
+        except RuntimeError as error:
+            if "set timeout" not in str(error) or not batch:
+                raise
+            late = [OBSERVER_NAME.format(ob_id + 1) for ob_id in range(len(futs)) if ob_id not in self.states]
+            raise TimeoutError(f"timed out: no states from {', '.join(late)} for {self.timeout:g} s") from None
         self.returns = torch.stack([returns for returns, _ in rets])
         return statistics.mean(length for _, length in rets)
 

@@ -32,6 +32,7 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import watch, worker_env
+from common.checkpoint import NotSavedError
 from common.cli import refuse
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -297,7 +298,7 @@ def _meet_manually(args):
             _wait_for_port(host, port, join_s)
         served = {} if listener is None else {"master_listen_fd": listener.detach()}
         store = dist.TCPStore(host, port, None, listener is not None, limit, wait_for_workers=False, **served)
-        return store, _meet(store, args.rank, args.world_size, host, join_s)
+        return store, _meet(store, args.rank, args.world_size, host, join_s, "watch")
 
     # In a thread: where a port accepts and never answers, torch would wait for ever.
     met = []
@@ -329,13 +330,12 @@ def _attempt(function):
         return function()
 
 
-def _meet(store, rank, world_size, host, join_s, key="watch"):
+def _meet(store, rank, world_size, host, join_s, key):
     """Connect this launcher with that of rank 0, whose address is in the store.
 
     Raises:
         RuntimeError, OSError: if that does not succeed within `join_s` seconds.
     """
-    key = f"{key} {_launches}"
     if rank == 0:
         listener, token = worker_env.listen(host, 0), secrets.token_hex(8)
         store.set(key, json.dumps([listener.getsockname()[1], token]))
@@ -372,7 +372,7 @@ def _be_one_rank(run_worker, args, names):
             store, _, _ = next(dist.rendezvous("env://", rank, args.world_size, timeout=timedelta(seconds=join_s)))
             # torchrun's store outlives the ranks that it starts anew; several machines count their attempts apart.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else ""
-            peers = _meet(store, rank, args.world_size, host, join_s, f"watch {attempt}")
+            peers = _meet(store, rank, args.world_size, host, join_s, f"watch {attempt} {_launches}")
         first = rank - local_rank  # of this machine
         beside = _start_beside(rank, args, names, folder, peers, range(first, first + local_world_size))
     except BaseException:
@@ -432,5 +432,7 @@ def story_of(rank, error):
     origin = re.findall(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\s*(\w+)\((.*)", message)
     if origin:
         rank, kind, message = int(origin[-1][0]), *origin[-1][1:]
+    if isinstance(error, NotSavedError):  # in words, which say all
+        return watch.failure(rank, str(error))
     noticed = isinstance(error, (RuntimeError, OSError)) and NOTICED.search(message)
     return watch.failure(rank, f"raised {kind}", watch.NOTICED if noticed else watch.CAUSE, told)

@@ -24,8 +24,8 @@ from multiprocessing import connection
 from pathlib import Path
 
 BEAT_S = 1.0
-GRACE_S = 3.0  # when a rank has only noticed that another one is gone: how long to look for that other one
-SUSPECT_S = 2.5 * BEAT_S  # who is silent for so long while somebody else misses an answer is to blame
+GRACE_S = 4.0  # when a rank has only noticed that another one is gone: how long to look for that other one
+SUSPECT_S = 3.5 * BEAT_S  # who is silent for so long while somebody else misses an answer is to blame
 START_S = 60.0  # a process may take this long until its first beat
 WELCOME = b"\n"  # to a launcher that knows the token
 CAUSE, SILENCE, NOTICED = range(3)  # kinds of failures, the most telling first

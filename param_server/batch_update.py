@@ -209,7 +209,14 @@ def run_trainers(server, function, args):
     ps_rref = RRef(server)
     names = [TRAINER_NAME.format(rank) for rank in range(1, args.world_size)]
     # A training takes as long as it takes: no timeout. Every update in it has one.
-    return wait_all([rpc.rpc_async(name, function, args=(ps_rref, args), timeout=0) for name in names])
+    futs = [rpc.rpc_async(name, function, args=(ps_rref, args), timeout=0) for name in names]
+    try:
+        return wait_all(futs)
+    except RuntimeError as error:
+        if "set timeout" not in str(error):
+            raise
+        late = [name for rank, name in enumerate(names, 1) if rank not in server.arrived]
+        raise TimeoutError(f"timed out: no gradient from {', '.join(late)} for {args.timeout:g} s") from None
 
 
 def peak_memory():

@@ -3,6 +3,9 @@
 import socket
 
 import pytest
+from common import launch
+
+launch.PRELOAD.append("tests.preload")  # once for all tests, not once in each worker
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
     python tests/sabotage.py LESSON RANK WHAT flags of the lesson ...
 
 runs the module LESSON for ever; in rank RANK, WHAT (`module:function`, or `-`) raises when it is called for the third
-time. No pytest here: the workers need not import it.
+time; `module:function:sleep` sleeps from then on. No pytest here: the workers need not import it.
 """
 
 import importlib
@@ -33,7 +33,7 @@ def nothing(*_):
 
 def let_raise(what, moment):
     """Let a function or method raise when it is called for the third time, and write down the moment to a file."""
-    module, name = what.split(":")
+    module, name, *sleep = what.split(":")
     *path, last = name.split(".")
     owner = importlib.import_module(module)
     for step in path:
@@ -44,6 +44,7 @@ def let_raise(what, moment):
         calls.append(1)
         if len(calls) == 3:
             Path(moment).write_text(str(time.monotonic()))  # one clock for all processes
+            time.sleep(1000 if sleep else 0)
             raise ValueError("sabotage")
         return honest(*args, **kwargs)
 

@@ -1,9 +1,7 @@
 """Tutorial 6_8, first half."""
 
 import json
-import os
 import re
-import signal
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ import torch
 from torch.distributed import rpc
 
 from param_server import batch_update
-from tests.helpers import bad, commands_in, end, faulty, nothing_left, run, running, script, torchrun, workers
+from tests.helpers import bad, commands_in, end, run, running, script, torchrun
 
 MAIN = "param_server/batch_update.py"
 SMALL = ["--arch", "resnet18", "--image_size", "32", "--batch_size", "4", "--num_classes", "5"]
@@ -207,7 +205,6 @@ def test_torchrun(tmp_path):
 
 def test_manual_launch(free_port, capfd, monkeypatch, tmp_path):
     """The other terminal is this process."""
-    monkeypatch.setattr("common.launch._launches", 0)  # as in a terminal of its own: launchers count
     flags = ["--world_size=2", "--master_addr=localhost", f"--master_port={free_port}", "--num_updates=2", *SMALL]
     with running(script(MAIN, "--rank=1", *flags), tmp_path) as trainer:
         metrics = batch_update.main(["--rank=0", *flags, "--output_dir", str(tmp_path)])
@@ -217,73 +214,7 @@ def test_manual_launch(free_port, capfd, monkeypatch, tmp_path):
         assert trainer.returncode == 0
 
 
-def test_a_terminal_that_dies_ends_the_others(free_port, tmp_path):
-    """Nobody watches over ranks started by hand: the server tells those that wait for a batch that cannot fill."""
-    place = ["--world_size", 3, "--master_addr", "localhost", "--master_port", free_port, "--timeout", 90]
-    server, one, two = (script(MAIN, "--rank", rank, *place, "--num_updates", 5000, *SMALL) for rank in range(3))
-    with running(server, tmp_path) as server, running(two, tmp_path) as two:
-        with running(one, tmp_path) as one, pytest.raises(Exception, match="timed out"):
-            end(one, within_s=20)  # it trains meanwhile; at the end of this block it is killed
-        for process in (server, two):
-            _, err = end(process, within_s=40)
-            assert process.returncode == 1
-            assert re.match(r"error: rank \d \(.*\) raised ", err.splitlines()[-1])
-
-
 # --- what can go wrong
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_killed(rank, tmp_path):
-    command = script(MAIN, "--world_size", 3, "--num_updates", 5000, *SMALL)
-    with running(command, tmp_path) as process:
-        with pytest.raises(Exception, match="timed out"):
-            end(process, within_s=12)
-        os.kill(workers(process)[rank], signal.SIGKILL)
-        _, err = end(process)
-        assert process.returncode == 1
-        name = batch_update.role_name(rank, 3)
-        assert err.splitlines()[-1] == f"error: rank {rank} ({name}) was killed by SIGKILL; stopped 2 other processes"
-        nothing_left(process, tmp_path)
-
-
-def test_slow_trainer(tmp_path):
-    """The one that is late is named, not one that waited for it."""
-    patch = """
-import time
-honest = example.Trainer.get_next_batch
-def slow(self):
-    if self.rank == 2:
-        time.sleep(60)
-    return honest(self)
-example.Trainer.get_next_batch = slow
-"""
-    command = [*faulty("param_server.batch_update", tmp_path, patch), "--world_size", "4", "--timeout", "8", *SMALL]
-    with running(command, tmp_path) as process:
-        _, err = end(process, within_s=50)
-        assert process.returncode == 1
-        assert "TimeoutError: no gradient from trainer2 for 8 s" in err.splitlines()
-        assert err.splitlines()[-1] == "error: rank 0 (parameter_server) raised TimeoutError; stopped 3 other processes"
-        nothing_left(process, tmp_path)
-
-
-def test_trainer_raises(tmp_path):
-    """And the others' batch fails with it: the line names where it began."""
-    patch = """
-honest = example.Trainer.get_next_batch
-def breaks(self):
-    if self.rank == 2:
-        raise ValueError("no images")
-    return honest(self)
-example.Trainer.get_next_batch = breaks
-"""
-    command = [*faulty("param_server.batch_update", tmp_path, patch), "--world_size", "4", *SMALL]
-    with running(command, tmp_path) as process:
-        _, err = end(process, within_s=50)
-        assert process.returncode == 1
-        assert "no images" in err
-        assert err.splitlines()[-1] == "error: rank 2 (trainer2) raised ValueError; stopped 3 other processes"
-        nothing_left(process, tmp_path)
 
 
 @pytest.mark.parametrize(("flags", "says"), [

@@ -249,10 +249,10 @@ def test_all_wait_for_the_slow_rank(tmp_path, capfd):
 
 def test_timeout_is_told_in_words(tmp_path, capfd):
     with pytest.raises(SystemExit) as stop:
-        demo("skew", tmp_path, "--slow_rank", 1, "--delay", 100, "--timeout", 1)
+        demo("skew", tmp_path, "--slow_rank", 1, "--delay", 100, "--timeout", 3)
     assert stop.value.code == 1
     *_, told, last = capfd.readouterr().err.splitlines()
-    assert told.startswith("RuntimeError: step 1: rank 0 waited 1 s in backward() for the gradients of a slower rank")
+    assert told.startswith("RuntimeError: step 1: rank 0 waited 3 s in backward() for the gradients of a slower rank")
     assert "--timeout" in told
     assert last == "error: rank 0 (rank0) raised RuntimeError; stopped 1 other process"
     assert list(tmp_path.iterdir()) == []

@@ -98,6 +98,8 @@ class Run:
             ended, moment = time.monotonic(), self.folder / "moment"
             began = float(moment.read_text()) if moment.exists() else self.disturbed
             self.status, self.seconds = stop.code, ended - began
+        finally:
+            _here.run = None
 
     def started(self, processes):
         """Called by the launcher."""
@@ -176,6 +178,23 @@ def test_fault_of_a_rank(program, fault, clean, tmp_path, capfd):
     assert len(errors) == len(runs)
     # The cause's traceback, and no other.
     assert err.count("sabotage") >= len(runs) if fault == "exception" else "Traceback" not in err, err
+
+
+@pytest.mark.parametrize(("lesson", "role", "function", "words"), [
+    ("batch_rl.main", "observer1", "gymnasium.wrappers:TimeLimit.step", "no states from observer1"),
+    ("param_server.batch_update", "trainer2", "param_server.batch_update:use_weights", "no gradient from trainer2"),
+])
+def test_slow_role(lesson, role, function, words, clean, tmp_path, capfd):
+    """A rank that lives, beats and keeps the others waiting is named, too: nobody takes it for dead."""
+    program = next(program for program in PROGRAMS if program.lesson == lesson)
+    if lesson == "batch_rl.main":  # another observer, to be kept waiting
+        program = program._replace(flags=f"{program.flags} --observers 2", roles=f"{program.roles} observer2")
+    run = Run(program._replace(raises={role: f"{function}:sleep"}), tmp_path, "exception", role)
+    run.disturb()
+    err = capfd.readouterr().err
+    assert run.status == 1
+    assert f"TimeoutError: timed out: {words} for {TIMEOUT_S:g} s" in err
+    assert err.splitlines()[-1].startswith(f"error: rank 0 ({program.roles.split()[0]}) raised TimeoutError; stopped ")
 
 
 def launcher(program, folder):

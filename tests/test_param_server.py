@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import os
-import signal
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +12,7 @@ from common.vision import import_torchvision
 from torch.nn import functional as F
 
 from param_server import main as param_server
-from tests.helpers import bad, commands_in, end, nothing_left, run, running, script, torchrun, workers
+from tests.helpers import bad, commands_in, end, run, running, script, torchrun
 from tests.test_data import write_mnist
 
 MAIN = "param_server/main.py"
@@ -197,7 +195,6 @@ def test_torchrun(tmp_path):
 
 def test_manual_launch(free_port, capfd, monkeypatch, tmp_path):
     """As the tutorial has it: --rank, and nothing about the machine. The other terminal is this process."""
-    monkeypatch.setattr("common.launch._launches", 0)  # as in a terminal of its own: launchers count
     flags = ["--world_size=2", f"--master_port={free_port}", "--epochs=1", "--batch_size=200"]
     with running(script(MAIN, "--rank=0", *flags), tmp_path) as server:
         param_server.main(["--rank=1", *flags, "--output_dir", str(tmp_path)])
@@ -207,18 +204,6 @@ def test_manual_launch(free_port, capfd, monkeypatch, tmp_path):
 
 
 # --- what can go wrong
-
-
-@pytest.mark.parametrize(("rank", "consistency"), [(0, "async"), (2, "async"), (2, "lock")])
-def test_killed(rank, consistency, tmp_path):
-    command = script(MAIN, "--epochs", 1000, "--consistency", consistency, "--checkpoint", tmp_path / "run.pt")
-    with running(command, tmp_path, until="epoch 2 ") as process:
-        os.kill(workers(process)[rank], signal.SIGKILL)
-        _, err = end(process)
-        assert process.returncode == 1
-        name = param_server.role_name(rank, 3)
-        assert err == f"error: rank {rank} ({name}) was killed by SIGKILL; stopped 2 other processes\n"
-        nothing_left(process, tmp_path)
 
 
 @pytest.mark.parametrize(("flags", "says"), [
