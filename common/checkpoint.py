@@ -23,7 +23,7 @@ def save(args, state):
         with replacing(args.checkpoint) as temporary:
             temporary.write_bytes(whole.getbuffer())
     except OSError as error:
-        raise NotSavedError(f"could not write {shortened(args.checkpoint)}: {error.strerror}") from None
+        raise NotSavedError(f"could not write {args.checkpoint}: {error.strerror}") from None
 
 
 def load(args, needs=()):

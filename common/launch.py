@@ -432,7 +432,7 @@ def story_of(rank, error):
     origin = re.findall(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\s*(\w+)\((.*)", message)
     if origin:
         rank, kind, message = int(origin[-1][0]), *origin[-1][1:]
-    if isinstance(error, NotSavedError):  # in words, which say all
-        return watch.failure(rank, str(error))
+    if kind == NotSavedError.__name__:  # in words, which say all
+        return watch.failure(rank, message.rstrip(")").strip("\"'") if origin else message)
     noticed = isinstance(error, (RuntimeError, OSError)) and NOTICED.search(message)
     return watch.failure(rank, f"raised {kind}", watch.NOTICED if noticed else watch.CAUSE, told)

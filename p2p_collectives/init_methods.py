@@ -19,7 +19,6 @@ Last line:
 
 import os
 import socket
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlparse
@@ -60,7 +59,9 @@ def init_file(rank, world_size, args):
 
     Returns what the process had to know.
     """
-    init_method = f"file://{args.file.absolute()}"
+    # By default in the temporary folder of this run alone, beside the store of `launch`.
+    file = args.file or Path(urlparse(os.environ["INIT_METHOD"]).path).with_name("sharedfile")
+    init_method = f"file://{file.absolute()}"
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size,
                             timeout=timedelta(seconds=args.timeout))
     return f"init_method={init_method!r}, rank={rank}, world_size={world_size}"
@@ -126,13 +127,11 @@ def main(argv=None):
     """Meet, in one or in all ways; the metrics in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     require_meeting(args)
-    with tempfile.TemporaryDirectory(prefix="distributed-tutorials-") as folder:
-        args.file = args.file or Path(folder, "sharedfile")
-        if args.rank is not None:
-            args.master_ports = dict.fromkeys(METHODS, args.master_port)
-        else:
-            args.master_addr, args.master_ports = "127.0.0.1", {method: free_port() for method in METHODS}
-        metrics = launch(run_worker, args, role_name)
+    if args.rank is not None:
+        args.master_ports = dict.fromkeys(METHODS, args.master_port)
+    else:
+        args.master_addr, args.master_ports = "127.0.0.1", {method: free_port() for method in METHODS}
+    metrics = launch(run_worker, args, role_name)
     if metrics is None:
         return None
     sums = {meeting["method"]: [row["sum"] for row in meeting["ranks"]] for meeting in metrics["meetings"]}

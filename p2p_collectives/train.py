@@ -107,7 +107,11 @@ def build(args, device):
     optimizer = make_optimizer(net, args)
     if args.sync == "ddp":
         device_ids = [device] if device.type == "cuda" else None
-        return net, DistributedDataParallel(net, device_ids=device_ids), optimizer, None
+        model = DistributedDataParallel(net, device_ids=device_ids)
+        # A pass for nothing: after the first one DDP arranges its buckets of gradients anew, and three or more ranks
+        # then sum in another order. Now all steps have the same order, also the first one after a resume.
+        model(torch.zeros(1, 1, 28, 28, device=device)).sum().backward()
+        return net, model, optimizer, None
     return net, net, optimizer, FlatGradients(net).average if args.sync == "flat" else partial(average_gradients, net)
 
 

@@ -15,12 +15,9 @@ import warnings
 from pathlib import Path
 
 import pytest
-import sklearn.datasets  # noqa: F401  here, for the workers: see `fork_server`
-import sklearn.model_selection  # noqa: F401
 import torch
 from common import checkpoint
 from common.data import load_data
-from common.launch import launch
 from common.vision import import_torchvision
 
 from ddp_basic import elastic
@@ -77,16 +74,6 @@ def one_thread():
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
     torch.set_num_threads(threads)
-
-
-def nothing(rank, world_size, args):
-    pass
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fork_server(one_thread, tmp_path_factory):
-    """Start it with a worker of this module: if it is not running yet, it imports all that is imported here."""
-    launch(nothing, parsed(elastic, tmp_path_factory.mktemp("first")), elastic.role_name)
 
 
 @pytest.fixture

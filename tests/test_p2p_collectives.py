@@ -8,8 +8,6 @@ import struct
 from types import SimpleNamespace
 
 import pytest
-import sklearn.datasets  # noqa: F401  here, for the workers: see `fork_server`
-import sklearn.model_selection  # noqa: F401
 import torch
 import torch.distributed as dist
 from common import checkpoint
@@ -45,16 +43,6 @@ def group_of_one(alone):
     dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def nothing(rank, world_size, args):
-    pass
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fork_server(tmp_path_factory):
-    """Start it with a worker of this module: if it is not running yet, it imports all that is imported here."""
-    launch(nothing, flags(train.build_parser(), tmp_path_factory.mktemp("first")), train.role_name)
 
 
 def flags(parser, folder, *given):
@@ -361,12 +349,10 @@ def test_resume_continues_as_if_never_stopped(trainings, tmp_path):
     assert identical(torch.load(saved, weights_only=True), state)
 
 
-def test_resume_on_two_machines(trainings, free_port, tmp_path):
+def test_resume_on_two_machines(trainings, free_port, tmp_path_factory):
     """Manual launch; the checkpoint is where rank 0 is, and rank 1 has none."""
     whole, state, interrupted = trainings
-    machines = [tmp_path / "of rank 0", tmp_path / "of rank 1"]
-    for machine in machines:
-        machine.mkdir()
+    machines = [tmp_path_factory.mktemp(name) for name in ("one", "other")]
     shutil.copy(interrupted, machines[0] / "run.pt")
     place = ["--world_size", 2, "--master_addr", "localhost", "--master_port", free_port]
     command = [TRAIN, *SOME, "--checkpoint", "run.pt", "--resume", *place, "--rank"]
@@ -416,7 +402,8 @@ def test_three_ways_to_meet(tmp_path):
         assert all(word in row["knew"] for row in meeting["ranks"])
 
 
-def test_two_terminals_and_a_shared_file(tmp_path):
+def test_two_terminals(tmp_path):
+    """Manual launch; they meet in a file that both can write."""
     place = ["--method", "file", "--file", tmp_path / "shared", "--world_size", 2, "--master_addr", "localhost"]
     with running(script("p2p_collectives/init_methods.py", *place, "--rank", 1), tmp_path) as other:
         result = run(script("p2p_collectives/init_methods.py", *place, "--rank", 0), tmp_path)
