@@ -14,6 +14,7 @@ import importlib
 import io
 import itertools
 import json
+import multiprocessing.util
 import os
 import platform
 import random
@@ -413,8 +414,21 @@ def start_python(arguments, folder):
     (folder / "tmp").mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
     with (folder / "output").open("w") as output, (folder / "errors").open("w") as errors:
-        return subprocess.Popen([sys.executable, *arguments], cwd=folder, stdout=output, stderr=errors,
-                                stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+        process = subprocess.Popen([sys.executable, *arguments], cwd=folder, stdout=output, stderr=errors,
+                                   stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+    _commands.append(process)
+    return process
+
+
+_commands = []  # all that were started and have not been seen to end
+
+
+def stop(process):
+    """End all of a command's session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _commands.remove(process)
 
 
 def finish(process, folder):
@@ -422,14 +436,13 @@ def finish(process, folder):
     from tests.helpers import nothing_left  # here: the ranks import this file, and need not import pytest
 
     try:
-        status = process.wait(LIMIT_S)
+        process.wait(LIMIT_S)
         nothing_left(process, folder)
     except (subprocess.TimeoutExpired, AssertionError) as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
         raise LostError(" ".join(str(error).split())) from None
-    return status, (folder / "output").read_text(), (folder / "errors").read_text()
+    finally:
+        stop(process)
+    return process.returncode, (folder / "output").read_text(), (folder / "errors").read_text()
 
 
 # --- starts
@@ -515,6 +528,8 @@ class Soak:
             self.trials -= 1
             raise
         except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and error.code == 130:
+                raise KeyboardInterrupt from None
             word = str(error) if isinstance(error, LostError) else f"{type(error).__name__}: {error}"
             self.lost.append(f"{what}: {' '.join(word.split())[:300]}".replace(str(self.folder), "..."))
             self.bar.write(f"lost: {self.lost[-1]}\n{self.log.read_text()[-2000:]}", file=self.terminal)
@@ -734,11 +749,20 @@ def main(argv=None):
                                                   "with --quick, nothing)")
     args = parser.parse_args(argv)
     vars(args).update(QUICK if args.quick else {"page": args.page or PAGE})
+    multiprocessing.util.get_temp_dir()  # now: it stays until the end of this process
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, os.fdopen(os.dup(2), "w") as terminal:
         os.environ["TMPDIR"] = tempfile.tempdir = f"{folder}/tmp"
         os.mkdir(tempfile.tempdir)
         soak = Soak(args, Path(folder), terminal)
-        page = soak.run()
+        try:
+            page = soak.run()
+        except KeyboardInterrupt:
+            soak.bar.close()
+            print(f"\ninterrupted after {soak.trials} trials, lost: {len(soak.lost) or 'nothing'}", file=sys.stderr)
+            raise SystemExit(130) from None
+        finally:
+            for process in list(_commands):
+                stop(process)
     if args.page:
         args.page.write_text(page)
     else:
