@@ -213,6 +213,9 @@ def run_worker(rank, world_size, args):
     of_each_rank = [{}] * world_size
     if args.timeline:
         dist.all_gather_object(of_each_rank, timeline.recorded())
+    # DDP must not outlive the group: it would end the group's threads while Python's lock is held, for which one of
+    # them may wait (pytorch/pytorch issue 56297).
+    del model
     dist.destroy_process_group()
     if rank != 0:
         return None
@@ -248,6 +251,8 @@ def train_for_check(rank, world_size, args):
         results |= {f"{sync}, gradient of the first step": gradient,
                     f"{sync}, weights after {CHECK_STEPS} steps": weights(net).tolist(),
                     f"{sync}, ranks alike": [equal_on_all_ranks(net)]}
+    del model  # see run_worker
+    dist.destroy_process_group()
     return results if rank == 0 else None
 
 def batches_for_check(rank, world_size, args):

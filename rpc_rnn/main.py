@@ -195,7 +195,11 @@ def join(rank, world_size, args):
 
 
 def leave():
-    """Wait for everyone: until then, the server answers the trainers' calls."""
+    """Wait for everyone: until then, the server answers the trainers' calls.
+
+    No DDP may be left: it would end the threads of its group while Python's lock is held, for which one of them may
+    wait (pytorch/pytorch issue 56297).
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
     rpc.shutdown()
@@ -227,6 +231,7 @@ def record_step(rank, world_size, args):
         loss, _, _ = train_step(model, opt, nn.CrossEntropyLoss(), data, target, hidden)
         loss = mean_over_trainers(loss)
         recorded = by_part(loss, opt.gradients, model.weights()) if rank == 1 else None
+        del model, opt  # a DDP in it must not outlive its group, see `leave`
     leave()
     return recorded
 
