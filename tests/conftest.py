@@ -1,5 +1,6 @@
 """Fixtures that the tests of several folders share."""
 
+import re
 import socket
 
 import pytest
@@ -11,9 +12,15 @@ launch.PRELOAD.append("tests.preload")  # once for all tests, not once in each w
 LONG = ("test_machines.py", "test_faults.py")  # two workers take a file each; the long ones must not come last
 
 
+QUICK = re.compile(r"test_(elastic_)?(check_passes|check_of_the|bad_input)")  # each oracle once, and what is refused
+
+
 def pytest_collection_modifyitems(items):
-    """Begin with the longest files."""
+    """Begin with the longest files; mark what `make quick` runs."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    for item in items:
+        if QUICK.match(item.name) or item.path.name == "test_docs.py":
+            item.add_marker("quick")
 
 
 @pytest.fixture
