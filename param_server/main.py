@@ -103,7 +103,8 @@ class ParameterServer(nn.Module):
             state = checkpoint.load(args)
             self.model.load_state_dict(state["model"])
             self.first_epoch = state["epochs"]
-            torch.set_rng_state(state["random_numbers"])
+            if "random_numbers" in state:  # checkpoints of earlier versions have none
+                torch.set_rng_state(state["random_numbers"])
         self.lock = threading.Lock()
         self.busy, self.queue = False, collections.deque()
         self.brought, self.everyone = {}, Future()
@@ -409,7 +410,7 @@ def parse_args(argv, parser):
     if starts_rank(args, 1) and args.world_size - 1 > (n_samples := len(load_data(args)[0])):
         refuse(f"{given(args, 'world_size')} must be at most {n_samples + 1}: every trainer needs "
                "an image", rank=1)
-    state = checkpoint.inspect(args, needs=("epochs", "random_numbers"), make_model=Net)
+    state = checkpoint.inspect(args, needs=("epochs",), make_model=Net)
     if state and state["epochs"] > args.epochs:
         refuse(f"{given(args, 'epochs')} must be at least {state['epochs']}: the checkpoint has so "
                "many behind it")
