@@ -243,7 +243,7 @@ class Watcher:
 
 
 def some_moment(training, rng):
-    """At random: how many checkpoints, how many seconds from the last one of them, both in words."""
+    """At random: after how many checkpoints, and how many seconds after the last of these."""
     moment = rng.uniform(0, len(training.times))
     edges = [0.0, *training.times]
     writes = int(moment)
@@ -748,7 +748,8 @@ def main(argv=None):
     parser.add_argument("--page", type=Path, help=f"what to write (default: {PAGE.relative_to(ROOT)}; "
                                                   "with --quick, nothing)")
     args = parser.parse_args(argv)
-    vars(args).update(QUICK if args.quick else {"page": args.page or PAGE})
+    vars(args).update(QUICK if args.quick else {})
+    args.page = args.page or (None if args.quick else PAGE)
     multiprocessing.util.get_temp_dir()  # now: it stays until the end of this process
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, os.fdopen(os.dup(2), "w") as terminal:
         os.environ["TMPDIR"] = tempfile.tempdir = f"{folder}/tmp"
