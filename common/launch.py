@@ -34,6 +34,7 @@ import torch.multiprocessing as mp
 from common import watch, worker_env
 from common.checkpoint import NotSavedError
 from common.cli import refuse
+from common.report import NotFiniteError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 IMPORT_S = 8.0  # a tight --timeout is not for the seconds in which another terminal imports torch
@@ -236,6 +237,7 @@ def _run_rank(index, run_worker, args, ranks, init_method, folder, inherited):
             local_rank, local_world_size = (int(os.environ.get(*setting)) for setting in
                                             (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
         worker_env.enter(rank, args.world_size, local_rank, local_world_size, init_method, args.master_addr)
+        worker_env.reproducible(args)
         result = run_worker(rank, args.world_size, args)
         if result is not None:
             (folder / "result").write_text(json.dumps(result))
@@ -364,6 +366,7 @@ def _be_one_rank(run_worker, args, names):
     alone = local_world_size == args.world_size  # one machine
     folder = Path(tempfile.mkdtemp(prefix=worker_env.run_prefix()))
     worker_env.enter(rank, args.world_size, local_rank, local_world_size, "env://", os.environ["MASTER_ADDR"])
+    worker_env.reproducible(args)
     join_s = max(args.timeout, watch.START_S)
     try:
         store, peers = None, None
@@ -432,7 +435,7 @@ def story_of(rank, error):
     origin = re.findall(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\s*(\w+)\((.*)", message)
     if origin:
         rank, kind, message = int(origin[-1][0]), *origin[-1][1:]
-    if kind == NotSavedError.__name__:  # in words, which say all
+    if kind in (NotSavedError.__name__, NotFiniteError.__name__):  # in words, which say all
         return watch.failure(rank, message.rstrip(")").strip("\"'") if origin else message)
     noticed = isinstance(error, (RuntimeError, OSError)) and NOTICED.search(message)
     return watch.failure(rank, f"raised {kind}", watch.NOTICED if noticed else watch.CAUSE, told)

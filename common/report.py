@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import platform
 import sys
@@ -16,6 +17,26 @@ class Bar(tqdm):
     """A tqdm bar with a plain lock: tqdm's own is a semaphore of the system, and a killed process would leave it."""
 
     _lock = threading.RLock()
+
+
+class NotFiniteError(Exception):
+    """Says what has happened in words that go on after "rank 0 (trainer) ..."."""
+
+
+def require_finite(loss, at):
+    """The loss, a number, unless training has diverged.
+
+    Args:
+        loss: a number, or a tensor with one.
+        at: when, in words: "at step 3".
+
+    Raises:
+        NotFiniteError: ends the run with one line and status 1.
+    """
+    loss = float(loss)
+    if not math.isfinite(loss):
+        raise NotFiniteError(f"has a loss of {loss} {at}: training has diverged; give a smaller --lr")
+    return loss
 
 
 def log(role, text):
@@ -62,7 +83,7 @@ def save_metrics(args, metrics, backend, device=None):
               "cpu_count": core_count()}
     whole = {**ran_on, **metrics}
     with replacing(args.output_dir / "metrics.json") as temporary:
-        temporary.write_text(json.dumps(whole, indent=1) + "\n")
+        temporary.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
     return whole
 
 

@@ -49,6 +49,13 @@ def enter(rank, world_size, local_rank, local_world_size, init_method, master_ad
     rpc.internal.print = lambda *_, **__: None
 
 
+def reproducible(args):
+    """On a GPU, compute float32 as float32, and the same again: for `--check` and exact resumes."""
+    if args.check or getattr(args, "checkpoint", None):
+        torch.backends.cudnn.allow_tf32 = False  # True by default: convolutions and LSTMs with 10 bits
+        torch.backends.cudnn.deterministic = True
+
+
 def users_threads():
     """OMP_NUM_THREADS, if the user has set it; None if torchrun did, which sets it to 1 by itself, or nobody."""
     setting = os.environ.get("OMP_NUM_THREADS", "")

@@ -1,0 +1,150 @@
+"""What a `--check` compares and says: every number of a run, held against a program of one process.
+
+    findings = Comparison("3 processes", "one process")
+    findings.equal("actions", recorded["actions"], alone["actions"], "same seeds, same draws")
+    findings.close("weights", recorded["weights"], alone["weights"], 1e-6, "float32 rounding")
+    findings.holds("updates", arrived == sent, f"{sent} were sent and {arrived} arrived")
+    return verdict(findings.as_dict())          # prints a line for each; status 1 if one fails
+"""
+
+import torch
+from common import report
+
+
+class Comparison:
+    """Collects what is compared; as a dict it travels from the process that compares.
+
+    Args:
+        run: what is checked, in words: "3 processes".
+        oracle: what it is held against, in words: "one process".
+    """
+
+    def __init__(self, run, oracle="one process"):
+        self.run, self.oracle = run, oracle
+        self.findings = []
+
+    def equal(self, what, run, oracle, because, unit="step"):
+        """Hold every number of `run` to be bitwise identical; see `close`."""
+        return self.close(what, run, oracle, 0.0, because, unit)
+
+    def close(self, what, run, oracle, tolerance, because, unit="step", scale_at_least=0.0):
+        """Hold every number of `run` against that of `oracle`.
+
+        Args:
+            what: the name of the numbers.
+            run, oracle: one entry for each step, in order: a number, a tensor, lists and dicts.
+            tolerance: the largest difference allowed, as a share of the oracle's largest number of
+                that name.
+            because: the reason for the tolerance, in a few words.
+            unit: what an entry is: "step", "episode".
+            scale_at_least: take this for the largest number where that is smaller, so that noise is
+                not held against noise.
+
+        Returns:
+            The largest difference as such a share; infinite where shapes differ, NaN where one side
+            is not a number.
+        """
+        run = [dict(_leaves(step)) for step in run]
+        oracle = [dict(_leaves(step)) for step in oracle]
+        count = sum(leaf.numel() for step in oracle for leaf in step.values())
+        largest, where = _difference(run, oracle, tolerance, unit, scale_at_least)
+        allowed = f"at most {tolerance:.0e} of the largest" if tolerance else "bitwise identical"
+        extent = f"{count} numbers of {_counted(len(oracle), unit)}"
+        if where is None and count == 0:
+            where = "nothing was recorded"
+        if where is None:
+            found = f"differ by {largest:.1e}, {allowed}" if tolerance else allowed
+            return self._add(what, largest, True, f"{extent}: {found} ({because})")
+        says = (f"{where} ({extent}; the largest difference is {largest:.1e}; "
+                f"expected: {allowed}, {because})")
+        return self._add(what, largest, False, says)
+
+    def holds(self, what, condition, says):
+        """Hold a property that is no comparison of numbers; `says` what was found, in words."""
+        return self._add(what, 0.0 if condition else float("inf"), bool(condition), says)
+
+    def as_dict(self):
+        """All of it, in a form that JSON can hold."""
+        return {"run": self.run, "oracle": self.oracle, "findings": self.findings}
+
+    def _add(self, what, difference, holds, says):
+        says = says.replace("{run}", self.run).replace("{oracle}", self.oracle)
+        self.findings.append({"what": what, "difference": difference, "holds": holds, "says": says})
+        return difference
+
+
+def verdict(compared):
+    """Print a line for each finding and one for all.
+
+    Args:
+        compared: what `Comparison.as_dict` gave; None where nothing is reported, which is returned.
+
+    Returns:
+        `{what: difference}`.
+
+    Raises:
+        SystemExit: 1 if something does not hold.
+    """
+    if compared is None:
+        return None
+    findings = compared["findings"]
+    for finding in findings:
+        holds = "ok" if finding["holds"] else "FAIL"
+        report.log("check", f"{finding['what']}: {finding['says']}: {holds}")
+    failed = [finding["what"] for finding in findings if not finding["holds"]]
+    pair = f"{compared['run']} against {compared['oracle']}"
+    if failed or not findings:
+        print(f"check FAILED: {pair}: {len(failed)} of {len(findings)} comparisons do not hold: "
+              f"{', '.join(failed)}")
+        raise SystemExit(1)
+    print(f"check passed: {pair}: all {len(findings)} comparisons hold")
+    return {finding["what"]: finding["difference"] for finding in findings}
+
+
+def _leaves(entry, name=""):
+    """The tensors of nested lists and dicts, named `observer1 weight`; a list of numbers is one."""
+    if isinstance(entry, dict):
+        for key, value in entry.items():
+            yield from _leaves(value, f"{name} {key}".strip())
+    elif isinstance(entry, (list, tuple)) and not all(isinstance(x, (int, float)) for x in entry):
+        for index, value in enumerate(entry):
+            yield from _leaves(value, f"{name} {index}".strip())
+    else:
+        yield name, torch.as_tensor(entry, dtype=torch.float64, device="cpu").detach()
+
+
+def _difference(run, oracle, tolerance, unit, scale_at_least):
+    """The largest difference, and in words where the first one is that is not allowed, or None."""
+    largest, where = 0.0, None
+    scales = {}
+    for step in oracle:
+        for name, numbers in step.items():
+            size = numbers.abs().max().item() if numbers.numel() else 0.0
+            scales[name] = max(scales.get(name, scale_at_least), size)
+    for index, (ours, theirs) in enumerate(zip(run, oracle, strict=False), start=1):
+        at = f"first differs at {unit} {index}"
+        if ours.keys() != theirs.keys():
+            odd = ", ".join(sorted(ours.keys() ^ theirs.keys())[:3])
+            return float("inf"), where or f"{at}: {odd} is on one side only"
+        for name, numbers in theirs.items():
+            if ours[name].shape != numbers.shape:
+                shapes = f"{list(ours[name].shape)} in {{run}}, {list(numbers.shape)} in {{oracle}}"
+                return float("inf"), where or f"{at}, {name}: shape {shapes}".replace(", :", ":")
+            off = (ours[name] - numbers).abs() / (scales[name] or 1.0)
+            off = torch.where(ours[name] == numbers, 0.0, off)  # infinities alike
+            worst = off.max().item() if off.numel() else 0.0
+            largest = worst if worst != worst else max(largest, worst)
+            if where is None and not worst <= tolerance:
+                place = [int(i) for i in (~(off <= tolerance)).nonzero()[0]]
+                entry = f"{name}{place or ''}".strip()
+                where = (f"{at}, {entry}: {ours[name][tuple(place)]:.7g} in {{run}}, "
+                         f"{numbers[tuple(place)]:.7g} in {{oracle}}")
+    if where is None and len(run) != len(oracle):
+        largest = float("inf")
+        counts = _counted(len(run), unit), _counted(len(oracle), unit)
+        where = "{} in {{run}}, {} in {{oracle}}".format(*counts)
+    return largest, where
+
+
+def _counted(number, unit):
+    return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
