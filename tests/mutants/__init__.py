@@ -1,0 +1,86 @@
+"""Realistic mistakes, one at a time in a copy of the repository: does `--check`, or a test, notice?
+
+    python -m tests.mutants                         all (`make mutants`)
+    python -m tests.mutants rpc_rl                  those of one program
+    python -m tests.mutants rpc_rl zero_grad        those of its mutants whose name contains this
+
+Each module here has the mutants of one program.
+"""
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 100  # for one mutant
+NOT_COPIED = shutil.ignore_patterns(".*", "outputs", "docs", "__pycache__", "*.egg-info")
+
+
+@dataclasses.dataclass
+class Mutant:
+    """One mistake.
+
+    Args:
+        name: the mistake in words: "zero_grad forgotten".
+        file: the file that has it, from the root.
+        old, new: the text that is there, exactly once, and what stands there instead.
+        check: a regular expression that what `--check` says must match: the subject of a comparison
+            that does not hold, or the line of an error.
+        test: the test that must fail, where `--check` cannot see it: "tests/test_rpc_rl.py::test_it".
+        flags: of the program, beside `--check`.
+        program: the script; by default the file itself.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    check: str = ""
+    test: str = ""
+    flags: tuple = ()
+    program: str = ""
+
+    def caught(self):
+        """Run it; the line that caught it, or None if it survived."""
+        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+            tree = Path(folder, "tree")
+            shutil.copytree(ROOT, tree, ignore=NOT_COPIED)
+            path = tree / self.file
+            text = path.read_text()
+            assert text.count(self.old) == 1, f"{self.name}: {self.file} has {self.old!r} {text.count(self.old)} times"
+            path.write_text(text.replace(self.old, self.new))
+            environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+            return self._caught_by_test(tree, environ) if self.test else self._caught_by_check(tree, environ)
+
+    def _caught_by_check(self, tree, environ):
+        command = [sys.executable, str(tree / (self.program or self.file)), "--check", *map(str, self.flags)]
+        status, output = _run([*command, "--output_dir", str(tree / "outputs")], tree, environ)
+        for line in output.splitlines():
+            found = re.match(r"\[check\] (.*?): .*FAIL$|(error: .*)", line)
+            if status == 1 and found and re.search(self.check, found[1] or found[2]):
+                return line
+        return None
+
+    def _caught_by_test(self, tree, environ):
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", self.test]
+        status, output = _run(command, tree, environ)
+        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "E  "))]
+        return f"{self.test}: {failed[0].strip()}" if status == 1 and failed else None
+
+
+def _run(command, folder, environ):
+    """The status and output of a command; a mistake that hangs has the status 1 of what is caught by a limit."""
+    process = subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        return None, output
