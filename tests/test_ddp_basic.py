@@ -229,7 +229,7 @@ def test_all_wait_for_the_slow_rank(tmp_path, capfd):
     assert any(compute < wait for compute, wait in fast)
     assert min(compute for compute, _ in slow) >= 0.3
     last = capfd.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"skew on 2 ranks: a step takes \d\S+ s where rank 0 takes 0.3 s longer, \d\S+ s where .*", last)
+    assert re.fullmatch(r"skew on 2 ranks: a step takes \d\S+ s where rank 0 takes 0.3 s longer, .*", last)
     width, height = struct.unpack(">II", (tmp_path / "skew.png").read_bytes()[16:24])
     assert min(width, height) > 300
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.json", "skew.png"]

@@ -22,7 +22,8 @@ def main(argv=None):
                 ran, by_check = ran + 1, by_check + bool(line and not mutant.test)
                 print(f"{name}: {mutant.name}\n    {line or 'SURVIVED'}", flush=True)
                 survivors += [] if line else [f"{name}: {mutant.name}"]
-    print(f"{ran - len(survivors)} of {ran} mutants caught, {by_check} by --check; survived: {'; '.join(survivors) or 'none'}")
+    print(f"{ran - len(survivors)} of {ran} mutants caught, {by_check} by --check; "
+          f"survived: {'; '.join(survivors) or 'none'}")
     raise SystemExit(bool(survivors))
 
 
