@@ -25,10 +25,10 @@ lint: .venv/ready
 	$(BIN)/ruff check .
 
 bench: .venv/ready
-	$(BIN)/python benchmarks/start.py --commands --output_dir docs/results/benchmark_start
+	$(BIN)/python -m benchmarks.start --commands --output_dir docs/results/benchmark_start
 	$(BIN)/python rpc_rl/main.py --world_size 3 --output_dir docs/results/rpc_rl
-	$(BIN)/python benchmarks/rpc_rl.py --output_dir docs/results/benchmark_rpc_rl
-	$(BIN)/python benchmarks/rpc_rl_seeds.py --seeds 0 1 2 3 4
+	$(BIN)/python -m benchmarks.rpc_rl --output_dir docs/results/benchmark_rpc_rl
+	$(BIN)/python -m benchmarks.rpc_rl_seeds --seeds 0 1 2 3 4
 	$(BIN)/python ddp_basic/main.py --demo skew --slow_rank 1 --delay 0.5 --timeout 2 --output_dir docs/results/ddp_basic
 	$(BIN)/python p2p_collectives/ring_allreduce.py --repeats 31 --output_dir docs/results/p2p_collectives
 	$(BIN)/python rpc_rnn/main.py --output_dir docs/results/rpc_rnn

@@ -1,7 +1,7 @@
 """How many episodes, and how long, until CartPole is solved? `rpc_rl/main.py` as a user starts it, once per seed.
 
-    python benchmarks/rpc_rl_seeds.py --seeds 0 1 2 3 4
-    python benchmarks/rpc_rl_seeds.py --seeds 0 1 2 3 4 --time_limit end       the tutorial's returns
+    python -m benchmarks.rpc_rl_seeds --seeds 0 1 2 3 4
+    python -m benchmarks.rpc_rl_seeds --seeds 0 1 2 3 4 --truncation terminal       the tutorial's returns
 """
 
 import json
@@ -22,7 +22,7 @@ def build_parser():
     parser, seed = PlainParser(__doc__), bounded(int, at_least=0, at_most=LARGEST_SEED)
     parser.add_argument("--seeds", type=seed, nargs="+", default=[0, 1, 2, 3, 4], metavar="N",
                         help="one run for each")
-    parser.add_argument("--time_limit", choices=["continue", "end"], default="continue",
+    parser.add_argument("--truncation", choices=["bootstrap", "terminal"], default="bootstrap",
                         help="see rpc_rl")
     parser.add_argument("--max_episodes", type=bounded(int, at_least=1), default=2000, metavar="N",
                         help="give up after so many")
@@ -32,7 +32,7 @@ def build_parser():
 def train(seed, args):
     """One run; its numbers in the order of COLUMNS."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = {"seed": seed, "time_limit": args.time_limit, "max_episodes": args.max_episodes, "output_dir": folder}
+        flags = {"seed": seed, "truncation": args.truncation, "max_episodes": args.max_episodes, "output_dir": folder}
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         subprocess.run([sys.executable, MAIN, *words], check=True, stdout=subprocess.DEVNULL)
         metrics = json.loads(Path(folder, "metrics.json").read_text())

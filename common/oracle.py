@@ -60,8 +60,9 @@ class Comparison:
         return self._add(what, largest, False, says)
 
     def holds(self, what, condition, says):
-        """Hold a property that is no comparison of numbers; `says` what was found, in words."""
-        return self._add(what, 0.0 if condition else float("inf"), bool(condition), says)
+        """Hold a property that is no comparison of numbers; `says` what was found."""
+        self._add(what, 0.0 if condition else float("inf"), bool(condition), says)
+        return bool(condition)
 
     def as_dict(self):
         """All of it, in a form that JSON can hold."""
@@ -102,15 +103,18 @@ def verdict(compared):
 
 
 def _leaves(entry, name=""):
-    """The tensors of nested lists and dicts, named `observer1 weight`; a list of numbers is one."""
+    """The tensors of nested lists and dicts, named `observer1 weight`."""
     if isinstance(entry, dict):
         for key, value in entry.items():
             yield from _leaves(value, f"{name} {key}".strip())
-    elif isinstance(entry, (list, tuple)) and not all(isinstance(x, (int, float)) for x in entry):
+        return
+    try:
+        tensor = torch.as_tensor(entry, dtype=torch.float64, device="cpu").detach()
+    except (ValueError, TypeError):  # lists of several lengths, of dicts or tensors
         for index, value in enumerate(entry):
             yield from _leaves(value, f"{name} {index}".strip())
     else:
-        yield name, torch.as_tensor(entry, dtype=torch.float64, device="cpu").detach()
+        yield name, tensor
 
 
 def _difference(run, oracle, tolerance, unit, scale_at_least):
@@ -125,20 +129,21 @@ def _difference(run, oracle, tolerance, unit, scale_at_least):
         at = f"first differs at {unit} {index}"
         if ours.keys() != theirs.keys():
             odd = ", ".join(sorted(ours.keys() ^ theirs.keys())[:3])
-            return float("inf"), where or f"{at}: {odd} is on one side only"
+            return float("inf"), where or f"{at}: {odd} on one side only"
         for name, numbers in theirs.items():
             if ours[name].shape != numbers.shape:
                 shapes = f"{list(ours[name].shape)} in {{run}}, {list(numbers.shape)} in {{oracle}}"
-                return float("inf"), where or f"{at}, {name}: shape {shapes}".replace(", :", ":")
+                return float("inf"), where or f"{at}{name and f', {name}'}: shape {shapes}"
             off = (ours[name] - numbers).abs() / (scales[name] or 1.0)
             off = torch.where(ours[name] == numbers, 0.0, off)  # infinities alike
             worst = off.max().item() if off.numel() else 0.0
             largest = worst if worst != worst else max(largest, worst)
             if where is None and not worst <= tolerance:
                 place = [int(i) for i in (~(off <= tolerance)).nonzero()[0]]
-                entry = f"{name}{place or ''}".strip()
-                where = (f"{at}, {entry}: {ours[name][tuple(place)]:.7g} in {{run}}, "
-                         f"{numbers[tuple(place)]:.7g} in {{oracle}}")
+                entry = f"{name}{place or ''}"
+                pair = ours[name][tuple(place)], numbers[tuple(place)]
+                where = (f"{at}{entry and f', {entry}'}: {pair[0]:.7g} in {{run}}, "
+                         f"{pair[1]:.7g} in {{oracle}}")
     if where is None and len(run) != len(oracle):
         largest = float("inf")
         counts = _counted(len(run), unit), _counted(len(oracle), unit)

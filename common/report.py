@@ -33,7 +33,7 @@ def require_finite(loss, at):
     Raises:
         NotFiniteError: ends the run with one line and status 1.
     """
-    loss = float(loss)
+    loss = loss.item() if isinstance(loss, torch.Tensor) else loss
     if not math.isfinite(loss):
         raise NotFiniteError(f"has a loss of {loss} {at}: training has diverged; give a smaller --lr")
     return loss

@@ -35,14 +35,18 @@ def test_it_says_where_the_first_difference_is():
 @pytest.mark.parametrize(("run", "oracle", "words"), [
     ([[1.0, 2.0]], [[1.0, 2.0, 3.0]], "shape [2] in 3 processes, [3] in one process"),
     ([1.0], [1.0, 2.0], "1 step in 3 processes, 2 steps in one process"),
-    ([{"a": 1.0}], [{"b": 1.0}], "a, b is on one side only"),
+    ([{"a": 1.0}], [{"b": 1.0}], "a, b on one side only"),
     ([math.nan], [1.0], "nan in 3 processes"),
     ([math.nan], [math.nan], "nan in 3 processes"),
     ([math.inf], [1.0], "inf in 3 processes"),
+    ([0.5], [1.0], "first differs at step 1: 0.5 in 3 processes"),
+    ([[[0, 1], [2, 3]]], [[[0, 1], [2, 9]]], "first differs at step 1, [1, 1]: 3 in 3 processes"),
+    ([[[0, 1], [2]]], [[[0, 1], [3]]], "first differs at step 1, 1[0]: 2 in 3 processes"),
+    ([[torch.ones(2), torch.ones(3)]], [[torch.ones(2), torch.zeros(3)]], "step 1, 1[0]: 1 in 3 processes"),
     ([], [], "nothing was recorded"),
 ])
 def test_what_can_never_be_equal(run, oracle, words):
-    _, holds, says = compared(run, oracle, tolerance=1e9)
+    _, holds, says = compared(run, oracle, tolerance=0)
     assert not holds
     assert words in says
 

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import struct
 import termios
 import threading
@@ -19,8 +20,9 @@ from common.launch import launch
 from common.session import rpc_options
 from torch.distributed import rpc
 
+from benchmarks import rpc_rl as benchmark
 from rpc_rl import main as rpc_rl
-from rpc_rl.reinforce import Policy, discounted_returns, policy_loss
+from rpc_rl.fast_agent import FastAgent
 from tests.helpers import (
     bad,
     commands_in,
@@ -43,85 +45,89 @@ def train(folder, *flags):
 # --- what it computes
 
 
-def test_discounted_returns():
-    assert discounted_returns([1, 1, 1], 0.5) == [1.75, 1.5, 1.0]
-    assert discounted_returns([1, 2, 4], 0.0) == [1, 2, 4]
-    assert discounted_returns([1, 2, 4], 1.0) == [7, 6, 4]
-    assert discounted_returns([1, 1], 0.5, after=2.0) == [2.0, 2.0]
-    assert discounted_returns([], 0.9) == []
+def agent_without_rpc(gamma=0.99, truncation="bootstrap"):
+    """An agent of which only the arithmetic is used; its log-probabilities are parameters."""
+    agent = object.__new__(rpc_rl.Agent)
+    agent.args = SimpleNamespace(gamma=gamma, truncation=truncation)
+    agent.eps, agent.running_reward = torch.finfo(torch.float32).eps, 0.0
+    return agent
+
+
+def learned(rewards, terminated, **options):
+    """What `finish_episode` would change each action's log-probability by."""
+    agent = agent_without_rpc(**options)
+    log_probs = torch.zeros(sum(map(len, rewards.values())), requires_grad=True)
+    agent.rewards, agent.terminated = rewards, terminated
+    agent.saved_log_probs = {1: list(log_probs)}
+    agent.optimizer = torch.optim.SGD([log_probs], lr=1.0)
+    reward = agent.finish_episode()
+    assert reward == min(map(sum, rewards.values()))
+    assert agent.running_reward == pytest.approx(0.05 * reward)
+    return log_probs.detach()
+
+
+def test_returns():
+    returns = agent_without_rpc(gamma=0.5).returns
+    assert returns([1, 1, 1], True) == [1.75, 1.5, 1.0]
+    assert agent_without_rpc(gamma=0.0).returns([1, 2, 4], True) == [1, 2, 4]
+    assert agent_without_rpc(gamma=1.0).returns([1, 2, 4], True) == [7, 6, 4]
+    assert returns([1, 1], False) == [2.0, 2.0]
+    assert agent_without_rpc(gamma=0.5, truncation="terminal").returns([1, 1], False) == [1.5, 1.0]
 
 
 def test_returns_do_not_leak_between_observers():
     """The tutorial runs one R over the joined rewards: the first observer's last step would be worth 3, not 1."""
-    fell = {1: True, 2: True}
-    log_probs = torch.zeros(3, requires_grad=True)
-    policy_loss(log_probs, {1: [1.0], 2: [1.0, 1.0]}, fell, gamma=1.0, time_limit="end").backward()
+    changes = learned({1: [1.0], 2: [1.0, 1.0]}, {1: True, 2: True}, gamma=1.0)
     returns = torch.tensor([1.0, 2.0, 1.0])
-    expected = -(returns - returns.mean()) / returns.std(correction=0)
-    torch.testing.assert_close(log_probs.grad, expected)
+    torch.testing.assert_close(changes, (returns - returns.mean()) / returns.std(correction=0))
 
 
-def test_running_out_of_time_is_not_a_fall():
+def test_a_truncated_episode_has_not_terminated():
     """Perfect balance up to the limit must not look like a failure near its end."""
-    rewards = {1: [1.0] * 500, 2: [1.0] * 500}
-    gradients = {}
-    for time_limit in ("continue", "end"):
-        log_probs = torch.zeros(1000, requires_grad=True)
-        policy_loss(log_probs, rewards, {1: False, 2: False}, 0.99, time_limit).backward()
-        gradients[time_limit] = -log_probs.grad
-    assert gradients["continue"].abs().max() < 1e-3  # nothing to learn from
-    assert gradients["end"][499] < -2  # the tutorial: the last, perfect step is the worst of all
+    changes = {truncation: learned({1: [1.0] * 500, 2: [1.0] * 500}, {1: False, 2: False}, truncation=truncation)
+               for truncation in ("bootstrap", "terminal")}
+    assert changes["bootstrap"].abs().max() < 1e-3  # nothing to learn from
+    assert changes["terminal"][499] < -2  # the tutorial: the last, perfect step is the worst of all
 
 
 def test_one_step_gives_no_nan():
-    loss = policy_loss(torch.zeros(1), {1: [1.0]}, {1: True}, 0.99, "continue")
-    assert torch.isfinite(loss)
-
-
-def test_dropout_masks_are_dropout():
-    generator = torch.Generator().manual_seed(0)
-    masks = Policy.draw_masks(4000, generator)
-    assert sorted(masks.unique().tolist()) == pytest.approx([0.0, 2.5])
-    assert (masks == 0).float().mean().item() == pytest.approx(0.6, abs=0.01)
+    assert torch.isfinite(learned({1: [1.0]}, {1: True})).all()
 
 
 def test_check_passes(capfd, tmp_path):
     differences = rpc_rl.main(["--check", "--gamma", "0.9", "--seed", "7", "--output_dir", str(tmp_path)])
-    assert differences["actions"] == differences["rewards"] == 0
-    assert differences["log_probs"] < 1e-5
-    assert differences["gradient"] < 1e-5
-    assert capfd.readouterr().out.count(" ok\n") == 4
+    for agent in ("plain", "fast"):
+        assert differences[f"{agent} agent, states"] == differences[f"{agent} agent, rewards"] == 0
+        assert differences[f"{agent} agent, gradients"] < 1e-9
+        assert differences[f"{agent} agent, weights"] < 1e-9
+    assert differences["fast agent, actions"] == 0
+    out, err = capfd.readouterr()
+    assert out.count(": ok\n") == len(differences) == 21
+    assert err == ""
 
 
-def record_joined(rank, world_size, args):
-    """`record_episode` with the tutorial's returns: one running return over the joined rewards."""
-    honest = rpc_rl.policy_loss
-
-    def joined(log_probs, rewards, fell, gamma, time_limit):
-        return honest(log_probs, {1: sum(rewards.values(), [])}, fell, gamma, time_limit)
-
-    rpc_rl.policy_loss = joined
-    return rpc_rl.record_episode(rank, world_size, args)
-
-
-def test_check_can_fail(monkeypatch, capfd, tmp_path):
-    monkeypatch.setattr(rpc_rl, "record_episode", record_joined)
+def test_diverged(tmp_path, capfd):
+    """A loss that is not finite is said in words, and metrics.json has no NaN."""
     with pytest.raises(SystemExit) as stop:
-        rpc_rl.main(["--check", "--output_dir", str(tmp_path)])
+        train(tmp_path, "--lr", "1e30", "--max_episodes", "9")
     assert stop.value.code == 1
-    out = capfd.readouterr().out
-    assert "gradient: differs by" in out
-    assert "FAIL" in out.splitlines()[-1]
-    assert out.count("FAIL") == 1
+    err = capfd.readouterr().err.strip()
+    assert re.fullmatch(r"error: rank 0 \(agent\) has a loss of \S+ after .*: training has diverged; give a smaller "
+                        r"--lr; stopped 2 other processes", err)
+    assert not (tmp_path / "out/metrics.json").exists()
+
+
+def test_plain_agent_trains(tmp_path):
+    metrics = train(tmp_path, "--agent", "plain", "--max_episodes", "3")
+    assert metrics["agent"] == "plain"
+    assert metrics["episodes"] == 3
+    assert metrics["env_steps"] > sum(metrics["rewards"])
 
 
 def test_benchmark(tmp_path):
-    """As a script, it finds the lesson's package, although it has the same name."""
-    result = run(script("benchmarks/rpc_rl.py", "--world_size", 2, "--rounds", 4, "--min_steps", 1), tmp_path)
-    assert result.returncode == 0, result.stderr
-    metrics = json.loads((tmp_path / "outputs/benchmark_rpc_rl/metrics.json").read_text())
-    assert [row["protocol"] for row in metrics["rows"]] == ["2 RPCs a step", "1 RPC a step", "ceiling"]
-    assert metrics["rows"][2]["share_of_ceiling"] == 1
+    metrics = benchmark.main(["--world_size", "2", "--rounds", "4", "--min_steps", "1", "--output_dir", str(tmp_path)])
+    assert [row["agent"] for row in metrics["rows"]] == ["plain", "fast, 2 RPCs a step", "fast", "ceiling"]
+    assert metrics["rows"][3]["share_of_ceiling"] == 1
     assert all(len(speeds) == 4 and min(speeds) > 0 for speeds in metrics["steps_per_s"].values())
 
 
@@ -130,7 +136,7 @@ def observers_start(rank, world_size, args):
                  rpc_backend_options=rpc_options(args))
     started = None
     if rank == 0:
-        agent = rpc_rl.Agent(world_size, args)
+        agent = FastAgent(world_size, args)
         agent.run_episode()
         names = [rref.owner_name() for rref in agent.ob_rrefs.values()]
         started = {"names": names, "first_states": [states[0] for states in agent.states.values()]}
@@ -245,10 +251,9 @@ def test_what_a_run_leaves(trained):
 
 
 def test_resume_continues_as_if_never_stopped(trained, tmp_path):
-    """And the first half with the other protocol: only the number of messages differs."""
     _, whole, _ = trained
     saved = tmp_path / "run.pt"
-    train(tmp_path, "--max_episodes", 3, "--checkpoint", saved, "--rpcs_per_step", 2)
+    train(tmp_path, "--max_episodes", 3, "--checkpoint", saved)
     resumed = train(tmp_path, "--max_episodes", 12, "--checkpoint", saved, "--resume")
     assert resumed["rewards"] == whole["rewards"][:12]
     assert resumed["running_rewards"] == whole["running_rewards"][:12]
@@ -292,7 +297,10 @@ def test_two_terminals(free_port, tmp_path):
     *(bad("--world_size", value, says=("--world_size", value, "at least 2")) for value in ("0", "1", "-3", "two")),
     *(bad("--gamma", value, says=("--gamma", value, "at most 1")) for value in ("1.5", "nan", "-0.1")),
     *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "inf")),
-    bad("--rpcs_per_step", "3", says=("--rpcs_per_step", "3", "1, 2")),
+    bad("--agent", "slow", says=("--agent", "slow", "plain")),
+    bad("--agent", "plain", "--checkpoint", "run.pt", says=("--checkpoint", "--agent fast")),
+    bad("--world_size", "12", says=("--reward_threshold 475", "454 steps", "--world_size 12", "5000")),
+    bad("--reward_threshold", "600", says=("--reward_threshold 600", "500 steps")),
     bad("--rank", "3", "--world_size", "3", "--master_addr", "localhost", says=("--rank", "3", "below")),
     bad("--rank", "1", says=("--rank", "1", "--master_addr")),
     bad("--master_addr", "localhost", says=("--master_addr", "localhost", "--rank")),
@@ -332,7 +340,7 @@ def test_cuda_without_gpu(capfd):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_check_on_a_gpu():
     differences = rpc_rl.main(["--check", "--device", "cuda"])
-    assert differences["gradient"] < 1e-5
+    assert differences["fast agent, weights"] < 1e-9
 
 
 @pytest.mark.parametrize(("kind", "flags"), [
