@@ -37,12 +37,12 @@ bench: .venv/ready
 	$(BIN)/python ddp_rpc_hybrid/main.py --output_dir docs/results/ddp_rpc_hybrid
 	$(BIN)/python benchmarks/ddp_rpc_hybrid.py
 	$(BIN)/python param_server/main.py --output_dir docs/results/param_server
-	$(BIN)/python benchmarks/param_server.py --output_dir docs/results/benchmark_param_server
+	$(BIN)/python -m benchmarks.param_server --output_dir docs/results/benchmark_param_server
 	$(BIN)/python param_server/batch_update.py --timeline --output_dir docs/results/param_server_batch_update
 	$(BIN)/python batch_rl/main.py --num_episode 6 --output_dir docs/results/batch_rl
 	$(BIN)/python batch_rl/main.py --observers 5 --envs_per_observer 16
 	$(BIN)/python batch_rl/main.py --mode train --observers 2 --envs_per_observer 8 --output_dir docs/results/batch_rl_train
-	for n in 5 10; do $(BIN)/python benchmarks/batch_rl.py --observers $$n --num_episode 8; done
+	for n in 5 10; do $(BIN)/python -m benchmarks.batch_rl --observers $$n --num_episode 8; done
 	$(BIN)/python model_parallel_resnet/main.py --num_splits 1 2 4 8 --timeline --output_dir docs/results/model_parallel_resnet
 	$(BIN)/python benchmarks/model_parallel_resnet.py --num_splits 2 4 8 --output_dir docs/results/benchmark_model_parallel_resnet
 	for sync in per_parameter flat ddp; do $(BIN)/python p2p_collectives/train.py --sync $$sync; done

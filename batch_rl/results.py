@@ -1,28 +1,135 @@
-"""What a run leaves: the table and the pictures. No RPC here."""
+"""What a run leaves: the history of a training, the table, the pictures, the last line."""
 
 import statistics
+import time
 
-from common import report
+from common import cli, report
+from common.cli import refuse
 
 ENV_NAME = "CartPole-v1"
 BATCHED, SINGLE = "batched", "single"
+ENV_BYTES, STEP_BYTES = 4000, 200  # an environment, and what is kept of each of its steps, at least
 
 
-def table_of(args, runs):
-    """Rows and speed-ups out of the seconds per episode of each number of observers; prints the tutorial's table."""
+class History:
+    """What `train` has reached so far."""
+
+    def __init__(self, agent, args):
+        self.agent, self.args = agent, args
+        self.rewards, self.running_rewards = [], []
+        self.started = time.perf_counter()
+        self.bar = report.progress(args.max_episodes, "episode")
+
+    @property
+    def episodes(self):
+        """How many there were."""
+        return len(self.rewards)
+
+    def add(self, ep_reward):
+        """Record an episode."""
+        running_reward = self.agent.running_reward
+        self.rewards.append(ep_reward)
+        self.running_rewards.append(running_reward)
+        self.bar.set_postfix_str(f"running reward {running_reward:.1f}", refresh=False)
+        self.bar.update()
+        if self.bar.disable and self.episodes % self.args.log_interval == 0:  # not a terminal
+            report.log("agent", f"episode {self.episodes}  last reward {ep_reward:.1f}  "
+                                f"running reward {running_reward:.1f}")
+
+    def metrics(self):
+        """Of the whole training, once it is over."""
+        self.bar.close()
+        environments = self.args.envs_per_observer * len(self.agent.ob_rrefs)
+        env_steps = self.episodes * self.args.num_steps * environments
+        return {"solved": self.agent.running_reward > self.args.reward_threshold,
+                "episodes": self.episodes, "env_steps": env_steps,
+                "env_steps_per_s": env_steps / (time.perf_counter() - self.started),
+                "rewards": self.rewards, "running_rewards": self.running_rewards}
+
+
+def with_observers(args):
+    """The flags, with `observers` as a list, whatever was given; refuses what cannot be."""
+    given = None if args.observers is None else cli.given(args, "observers")
+    if args.world_size is not None:  # torchrun's, or of a manual launch: all but the agent observe
+        if args.observers not in (None, [args.world_size - 1]):
+            refuse(f"{given} must be {args.world_size - 1} with --world_size {args.world_size}: "
+                   "all processes but the agent are observers")
+        args.observers = [args.world_size - 1]
+    elif args.observers is None:
+        args.observers = [3] if args.check else [5] if args.mode == "train" else [1, 2, 5, 10]
+    else:
+        cli.require_processes(given, max(args.observers) + 1)
+    if len(args.observers) > 1 and (args.check or args.mode == "train"):
+        why = "--check" if args.check else "--mode train"
+        refuse(f"{given} must be a single number with {why}")
+    if args.mode == "train" and args.num_steps <= args.reward_threshold and not args.check:
+        refuse(f"--num_steps {args.num_steps} must be above --reward_threshold "
+               f"{args.reward_threshold:g}: otherwise no episode is long enough")
+    args.world_size = max(args.observers) + 1
+    of_observer = args.envs_per_observer * (ENV_BYTES + args.num_steps * STEP_BYTES)
+    observers_here = sum(rank > 0 for rank in cli.ranks_here(args))
+    flags = ["envs_per_observer", "num_steps"]
+    cli.require_memory(args, flags, observers_here * of_observer)
+    return args
+
+
+def finish(runs, args):
+    """Write metrics.json, draw, print the table and the last line; the metrics.
+
+    Args:
+        runs: `{observers: what the run with so many returned}`.
+        args: the parsed flags.
+    """
+    args.world_size = max(args.observers) + 1
+    metrics = runs[args.observers[0]]
+    if args.mode == "compare":
+        seconds = {observers: run["seconds"] for observers, run in runs.items()}
+        metrics = {**table_of(args, seconds), "wall_s": sum(run["wall_s"] for run in runs.values())}
+        print_table(args, metrics, seconds)
+    metrics = {"envs_per_observer": args.envs_per_observer, "agent": args.agent, **metrics}
+    metrics = report.save_metrics(args, metrics, backend="tensorpipe")
+    plot(metrics, args)
+    if args.mode == "train":
+        solved = "solved" if metrics["solved"] else "not solved"
+        print(f"{ENV_NAME} {solved} in {metrics['episodes']} episodes: running reward "
+              f"{metrics['running_rewards'][-1]:.1f} (threshold {args.reward_threshold:g}), "
+              f"{metrics['env_steps']} environment steps at {metrics['env_steps_per_s']:.0f} "
+              "steps/s")
+    else:
+        batched, single = (row["env_steps_per_s"] for row in metrics["rows"][-2:])
+        observers = args.observers[-1]
+        print(f"{observers} observer{'s' if observers > 1 else ''}: {batched:.0f} environment "
+              f"steps/s in batches, {single:.0f} one by one: {batched / single:.1f} times as many")
+    return metrics
+
+
+def table_of(args, seconds):
+    """Rows and speed-ups, `{"rows": [...], "speedup": {observers: ...}}`.
+
+    Args:
+        args: the parsed flags.
+        seconds: `{observers: {mode: of each episode}}`.
+    """
     rows, speedup = [], {}
+    for observers, of_run in seconds.items():
+        env_steps = observers * args.envs_per_observer * args.num_steps  # of an episode
+        speeds = {mode: env_steps / statistics.median(of_run[mode]) for mode in (BATCHED, SINGLE)}
+        rows += [{"observers": observers, "envs_per_observer": args.envs_per_observer,
+                  "mode": mode, "env_steps_per_s": speed} for mode, speed in speeds.items()]
+        speedup[observers] = speeds[BATCHED] / speeds[SINGLE]
+    return {"rows": rows, "speedup": speedup}
+
+
+def print_table(args, metrics, seconds):
+    """Print the tutorial's table, with speeds."""
     print(f"{args.num_episode} episodes of {args.num_steps} steps, environments of an observer: "
           f"{args.envs_per_observer}; start-up and a warm-up episode excluded")
     print("observers    batched     single      batched       single   speed-up")
-    for observers, seconds in runs.items():
-        env_steps = observers * args.envs_per_observer * args.num_steps
-        speeds = {mode: env_steps / statistics.median(of_mode) for mode, of_mode in seconds.items()}
-        rows += [{"observers": observers, "envs_per_observer": args.envs_per_observer, "mode": mode,
-                  "env_steps_per_s": speed} for mode, speed in speeds.items()]
-        speedup[observers] = speeds[BATCHED] / speeds[SINGLE]
-        print(f"{observers:9} {sum(seconds[BATCHED]):8.2f} s {sum(seconds[SINGLE]):8.2f} s {speeds[BATCHED]:8.0f} /s "
-              f"{speeds[SINGLE]:9.0f} /s {speedup[observers]:10.2f}")
-    return {"rows": rows, "speedup": speedup}
+    speeds = {(row["observers"], row["mode"]): row["env_steps_per_s"] for row in metrics["rows"]}
+    for observers, of_run in seconds.items():
+        print(f"{observers:9} {sum(of_run[BATCHED]):8.2f} s {sum(of_run[SINGLE]):8.2f} s "
+              f"{speeds[observers, BATCHED]:8.0f} /s {speeds[observers, SINGLE]:9.0f} /s "
+              f"{metrics['speedup'][observers]:10.2f}")
 
 
 def plot(metrics, args):
@@ -32,17 +139,20 @@ def plot(metrics, args):
         path = args.output_dir / "batch_vs_single.png"
         with report.picture(path, title, "observers", "environment steps per second") as axes:
             for mode, label in ((SINGLE, "one by one"), (BATCHED, "in batches")):
-                points = [(row["observers"], row["env_steps_per_s"]) for row in metrics["rows"] if row["mode"] == mode]
+                points = [(row["observers"], row["env_steps_per_s"])
+                          for row in metrics["rows"] if row["mode"] == mode]
                 axes.plot(*zip(*points, strict=True), "o-", label=label)
             axes.set_xticks(args.observers)
             axes.set_ylim(bottom=0)
     else:
         environments = args.observers[0] * args.envs_per_observer
-        title = f"{ENV_NAME} in batches: {environments} environments behind {args.observers[0]} observers"
+        title = (f"{ENV_NAME} in batches: {environments} environments behind "
+                 f"{args.observers[0]} observers")
         path = args.output_dir / "learning_curve.png"
         with report.picture(path, title, "episode", "length of the first stretch (steps)") as axes:
             episodes = range(1, metrics["episodes"] + 1)
-            axes.plot(episodes, metrics["rewards"], ".", color="0.6", label="mean of all environments")
+            axes.plot(episodes, metrics["rewards"], ".", color="0.6",
+                      label="mean of all environments")
             axes.plot(episodes, metrics["running_rewards"], linewidth=2, label="running reward")
             solved = f"solved above {args.reward_threshold:g}"
             axes.axhline(args.reward_threshold, color="C3", linestyle="--", label=solved)

@@ -5,29 +5,28 @@ Two agents play episodes with and without batches, all four in turns, within one
     with a graph      the lesson's: every forward keeps its graph, backward goes through all of them
     without a graph   states and actions are kept; all log-probabilities come from one forward at the end
 
-    python benchmarks/batch_rl.py --observers 5 --num_episode 8
+    python -m benchmarks.batch_rl --observers 5 --num_episode 8
 """
 
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
+from common import report
+from common.launch import launch
+from common.session import rpc_options
+from torch.distributed import rpc
 from torch.distributions import Categorical
 
-# As a script, this file's folder comes first on the path: there, `batch_rl` is this very file.
-sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
+from batch_rl import main as lesson
+from batch_rl.fast_agent import FastAgent
+from batch_rl.results import with_observers
 
-from common import report  # noqa: E402
-from common.launch import launch  # noqa: E402
-from common.session import rpc_options  # noqa: E402
-from torch.distributed import rpc  # noqa: E402
-
-from batch_rl import main as batch_rl  # noqa: E402
+MODES = {"batched": True, "single": False}
 
 
-class WithoutGraph(batch_rl.Agent):
+class WithoutGraph(FastAgent):
     """Acts without a graph, and without dropout: the forward at the end would draw other masks."""
 
     def __init__(self, world_size, args):
@@ -40,9 +39,9 @@ class WithoutGraph(batch_rl.Agent):
             action = Categorical(self.policy(torch.tensor(states, device=self.device))).sample()
         return action.tolist(), (states, action.tolist())
 
-    def log_probs(self):
+    def log_probs(self, batch):
         """Of all actions of the episode, in one forward: shape (observers, K, steps)."""
-        if self.batch:  # (steps, observers, K)
+        if batch:  # (steps, observers, K)
             states, actions = map(torch.tensor, zip(*self.saved_log_probs, strict=True))
         else:
             by_observer = [list(map(torch.tensor, zip(*saved, strict=True))) for saved in self.saved_log_probs]
@@ -53,8 +52,8 @@ class WithoutGraph(batch_rl.Agent):
 
 def run_worker(rank, world_size, args):
     """Time all four on episodes of their own; rank 0 returns the environment steps/s of each episode."""
-    rpc.init_rpc(batch_rl.role_name(rank, world_size), rank=rank, world_size=world_size,
-                 rpc_backend_options=rpc_options(args, batch_rl.RPC_THREADS))
+    rpc.init_rpc(lesson.role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, lesson.RPC_THREADS))
     metrics = measure(rank, world_size, args) if rank == 0 else None
     rpc.shutdown()
     return metrics
@@ -62,15 +61,13 @@ def run_worker(rank, world_size, args):
 
 def measure(rank, world_size, args):
     """What `run_worker` returns."""
-    agents = {"with a graph": batch_rl.Agent(world_size, args), "without a graph": WithoutGraph(world_size, args)}
-    speeds = {f"{graph}, {mode}": [] for graph in agents for mode in (batch_rl.BATCHED, batch_rl.SINGLE)}
+    agents = {"with a graph": FastAgent(world_size, args), "without a graph": WithoutGraph(world_size, args)}
+    speeds = {f"{graph}, {mode}": [] for graph in agents for mode in MODES}
     for episode in range(1 + args.num_episode):
         for graph, agent in agents.items():
-            batch_rl._agent = agent  # the requests shall find this one
-            for mode in (batch_rl.BATCHED, batch_rl.SINGLE):
+            for mode, batch in MODES.items():
                 started = time.perf_counter()
-                agent.run_episode(mode == batch_rl.BATCHED)
-                agent.finish_episode()
+                agent.finish_episode(batch, agent.run_episode(batch))
                 seconds = time.perf_counter() - started
                 if episode > 0:  # the first one is the warm-up
                     speeds[f"{graph}, {mode}"].append(agent.returns.numel() / seconds)
@@ -79,7 +76,7 @@ def measure(rank, world_size, args):
 
 def build_parser():
     """The flags of batch_rl, whose episodes are timed."""
-    parser = batch_rl.build_parser()
+    parser = lesson.build_parser()
     parser.description = __doc__
     parser.set_defaults(example="benchmark_batch_rl", output_dir=Path("outputs", "benchmark_batch_rl"))
     return parser
@@ -87,8 +84,8 @@ def build_parser():
 
 def main(argv=None):
     """Print the table and write metrics.json."""
-    args = batch_rl.parse_args(argv, build_parser())
-    metrics = launch(run_worker, args, batch_rl.role_name)
+    args = with_observers(build_parser().parse_args(argv))
+    metrics = launch(run_worker, args, lesson.role_name)
     if metrics is None:
         return None
     medians = {name: statistics.median(speeds) for name, speeds in metrics["env_steps_per_s"].items()}
@@ -96,7 +93,7 @@ def main(argv=None):
     print(f"{args.world_size - 1} observers, {args.envs_per_observer} environments each: environment steps per second, "
           f"medians of {args.num_episode} episodes")
     for graph in ("with a graph", "without a graph"):
-        batched, single = (medians[f"{graph}, {mode}"] for mode in (batch_rl.BATCHED, batch_rl.SINGLE))
+        batched, single = (medians[f"{graph}, {mode}"] for mode in MODES)
         print(f"{graph:15}   batched {batched:6.0f}   single {single:6.0f}   speed-up {batched / single:.2f}")
     return metrics
 

@@ -1,0 +1,159 @@
+"""The rooms of the house: what every lesson's folder has, and what its main program never has."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = [
+    "ddp_basic/main.py", "ddp_basic/elastic.py",
+    "p2p_collectives/main.py", "p2p_collectives/init_methods.py", "p2p_collectives/ring_allreduce.py",
+    "p2p_collectives/train.py",
+    "rpc_rl/main.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
+    "model_parallel_resnet/main.py", "model_parallel_resnet/single_machine.py",
+    "batch_rl/main.py", "ddp_rpc_hybrid/main.py",
+]  # fmt: skip
+FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
+LONGER = {"param_server/main.py": 280, "param_server/batch_update.py": 280, "batch_rl/main.py": 280,
+          "model_parallel_resnet/single_machine.py": 280}  # lines; all others 250
+RPC = ["rpc_rl/main.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
+       "model_parallel_resnet/main.py", "batch_rl/main.py", "ddp_rpc_hybrid/main.py"]
+GROUPS = [program for program in PROGRAMS if program.startswith(("ddp_basic", "p2p")) or "hybrid" in program]
+PLOTTING = {"matplotlib", "sklearn", "pandas"}
+
+
+def imported(tree):
+    """The names of the modules that a file imports at its top, and anywhere."""
+    def names(nodes):
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+    return set(names(tree.body)), set(names(ast.walk(tree)))
+
+
+def parsed(path):
+    return ast.parse((ROOT / path).read_text())
+
+
+def check_of(program):
+    folder, name = program.split("/")
+    stem = name.removesuffix(".py")
+    return f"{folder}/check.py" if stem == "main" else f"{folder}/{stem}_check.py"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_is_short(program):
+    lines = (ROOT / program).read_text().splitlines()
+    assert len(lines) <= LONGER.get(program, 250)
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_has_its_rooms(program):
+    functions = {node.name for node in parsed(program).body if isinstance(node, ast.FunctionDef)}
+    assert {"build_parser", "main"} <= functions
+    assert "run_worker" in functions or program == "model_parallel_resnet/single_machine.py"
+    of_check = {node.name for node in parsed(check_of(program)).body if isinstance(node, ast.FunctionDef)}
+    assert {"check", "single_process"} <= of_check
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_has_no_oracle_and_no_plots(program):
+    top, anywhere = imported(parsed(program))
+    assert not {name.split(".")[0] for name in anywhere} & PLOTTING
+    assert not [name for name in top if "check" in name or "oracle" in name]
+    text = (ROOT / program).read_text()
+    assert "mallopt" not in text
+    assert "picture(" not in text
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_lesson_begins_early(program):
+    """The first class or function of the tutorial, before line 70."""
+    first = next(node for node in parsed(program).body
+                 if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name != "role_name")
+    assert first.lineno < 70
+
+
+@pytest.mark.parametrize("program", RPC)
+def test_rpc_is_in_plain_sight(program):
+    text = (ROOT / program).read_text()
+    assert "rpc.init_rpc(" in text
+    assert "rpc.shutdown()" in text
+
+
+@pytest.mark.parametrize("program", GROUPS)
+def test_the_group_is_in_plain_sight(program):
+    text = (ROOT / program).read_text()
+    assert "dist.init_process_group(" in text
+    assert "dist.destroy_process_group()" in text
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_only_common_and_itself(folder):
+    others = {*FOLDERS, "tests", "benchmarks", "exercises"} - {folder}
+    for path in (ROOT / folder).glob("*.py"):
+        _, anywhere = imported(ast.parse(path.read_text()))
+        assert not {name.split(".")[0] for name in anywhere} & others, path
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_oracle_is_independent(program):
+    """What computes in one process calls nothing of the lesson but what makes its initial weights."""
+    tree = parsed(check_of(program))
+    lesson = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+              and (node.module or "").split(".")[0] in FOLDERS for alias in node.names}
+    (single,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "single_process"]
+    called = {re.sub(r"\(.*", "", ast.unparse(node.func)) for node in ast.walk(single) if isinstance(node, ast.Call)}
+    taken = [name.split(".") for name in called if name.split(".")[0] in lesson]
+    assert not [name for name in taken if not name[-1][0].isupper()], "only classes, for their weights"
+
+
+def walks():
+    return sorted((ROOT / "docs/walk").glob("*.json"))
+
+
+def defined(path):
+    """The functions, classes and methods of a file."""
+    names = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+            names |= {f"{node.name}.{inner.name}" for inner in ast.walk(node)
+                      if isinstance(inner, ast.ClassDef | ast.FunctionDef) and inner is not node}
+    return names
+
+
+@pytest.mark.parametrize("walk", walks(), ids=lambda path: path.stem)
+def test_the_walk_leads_somewhere(walk):
+    for row in json.loads(walk.read_text()):
+        for there in [row.get("see"), *row.get("names", {}).values()]:
+            if there:
+                path, _, name = there.partition("::")
+                assert (ROOT / path).exists(), row
+                assert not name or name in defined(path), row
+        assert all(row.get("names", {}).values()) or row["left_out"], row
+
+
+def test_every_cell_has_its_row():
+    edition = json.loads((ROOT / "docs/japanese_edition.json").read_text())
+    rows = {}
+    for walk in walks():
+        chapter = re.match(r"6_\d", walk.stem)[0]
+        for row in json.loads(walk.read_text()):
+            rows.setdefault((chapter, row["cell"]), []).append(row)
+    for notebook in edition["notebooks"]:
+        for cell in notebook["cells"]:
+            found = rows.get((notebook["chapter"], cell["cell"]))
+            assert found, (notebook["chapter"], cell)
+            if "heading" in cell:
+                assert cell["heading"] in [row.get("heading") for row in found]
+            else:
+                named = {name for row in found for name in row.get("names", {})}
+                assert set(cell["defines"]) <= named, (notebook["chapter"], cell)
