@@ -155,14 +155,15 @@ def check(args):
 def compare(findings, recorded, args):
     """Hold what `record` returned against one process."""
     episodes, name = recorded["episodes"], f"{args.mode}, {args.agent} agent"
-    passes = {True: N_STEPS, False: N_STEPS * (args.world_size - 1)}
-    for kind, batch in (("in batches", True), ("one by one", False)):
-        used = [sum(map(len, ep["masks"].values())) for ep in episodes if ep["batch"] == batch]
-        expected = [passes[batch]] * (EPISODES if args.mode == "train" else 1 + NUM_EPISODE)
-        expected = [] if args.mode == "train" and not batch else expected
-        if not findings.holds(f"{name}, forwards {kind}", used == expected,
-                              f"{used} of the policy with dropout, expected {expected}"):
-            return  # nothing to play again with
+    modes = [True] * EPISODES if args.mode == "train" else [True, False] * (1 + NUM_EPISODE)
+    expected = [N_STEPS if batch else N_STEPS * (args.world_size - 1) for batch in modes]
+    used = [sum(map(len, ep["masks"].values())) for ep in episodes]
+    in_batches = [ep["batch"] for ep in episodes]
+    if not (findings.holds(f"{name}, episodes", in_batches == modes,
+                           f"in batches: {in_batches}, expected {modes}")
+            and findings.holds(f"{name}, forwards", used == expected,
+                               f"{used} of the policy with dropout, expected {expected}")):
+        return  # nothing to play again with
     torch.set_default_dtype(torch.float64)
     try:
         alone = single_process(args, episodes)
@@ -197,7 +198,8 @@ def hold_times(findings, name, seconds, args):
     """Hold the measurements: each in its row, without the warm-up, as steps per second."""
     timed = {"batched": [2 * i + 1 for i in range(1, NUM_EPISODE + 1)],
              "single": [2 * i + 2 for i in range(1, NUM_EPISODE + 1)]}
-    findings.equal(f"{name}, times", [seconds], [timed], "episode n takes n seconds", "run")
+    if findings.equal(f"{name}, times", [seconds], [timed], "episode n takes n seconds", "run"):
+        return
     observers = args.world_size - 1
     table = results.table_of(args, {observers: seconds})
     steps = observers * args.envs_per_observer * N_STEPS

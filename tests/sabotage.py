@@ -6,15 +6,20 @@ runs the module LESSON for ever; in rank RANK, WHAT (`module:function`, or `-`) 
 time; `module:function:sleep` sleeps from then on. No pytest here: the workers need not import it.
 """
 
+import functools
 import importlib
 import sys
 import time
 from pathlib import Path
 
+PAUSE_S = 0.1  # before each call of what a program does again and again: the machine has other tests to run
+
 
 def for_ever(rank, world_size, args):
     """Run the `run_worker` of `args.lesson`, and where that is short, its operations again and again."""
     lesson = importlib.import_module(args.lesson)
+    for what in args.slowed:
+        replace(what, lambda honest: lambda *a, **k: (time.sleep(PAUSE_S), honest(*a, **k))[1])
     if args.raises is not None and rank == args.raises[0]:
         let_raise(args.raises[1], args.moment)
     if args.lesson == "p2p_collectives.main":
@@ -33,22 +38,33 @@ def nothing(*_):
 
 def let_raise(what, moment):
     """Let a function or method raise when it is called for the third time, and write down the moment to a file."""
-    module, name, *sleep = what.split(":")
+    what, sleep, _ = what.rpartition(":sleep") if what.endswith(":sleep") else (what, "", "")
+    calls = []
+
+    def sabotaged(honest):
+        def call(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == 3:
+                Path(moment).write_text(str(time.monotonic()))  # one clock for all processes
+                time.sleep(1000 if sleep else 0)
+                raise ValueError("sabotage")
+            return honest(*args, **kwargs)
+
+        return call
+
+    replace(what, sabotaged)
+
+
+def replace(what, wrapper):
+    """Put `wrapper(function)` in the place of a function or method, `module:name` or `module:Class.name`."""
+    module, name = what.split(":")
     *path, last = name.split(".")
     owner = importlib.import_module(module)
     for step in path:
         owner = getattr(owner, step)
-    honest, calls = getattr(owner, last), []
-
-    def sabotaged(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:
-            Path(moment).write_text(str(time.monotonic()))  # one clock for all processes
-            time.sleep(1000 if sleep else 0)
-            raise ValueError("sabotage")
-        return honest(*args, **kwargs)
-
-    setattr(owner, last, sabotaged)
+    honest = getattr(owner, last)
+    wrapped = functools.wraps(honest)(wrapper(honest))
+    setattr(owner, last, staticmethod(wrapped) if isinstance(vars(owner).get(last), staticmethod) else wrapped)
 
 
 def main(name, rank, what, *flags):
@@ -58,7 +74,7 @@ def main(name, rank, what, *flags):
 
     def launch_for_ever(run_worker, args, role_name):
         args.lesson, args.moment = name, args.output_dir / "moment"
-        args.raises = None if what == "-" else [int(rank), what]
+        args.raises, args.slowed = None if what == "-" else [int(rank), what], []
         return launch(for_ever, args, role_name)
 
     lesson.launch = launch_for_ever

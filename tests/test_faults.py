@@ -48,20 +48,20 @@ class Program(NamedTuple):
 
 PROGRAMS = [
     Program("rpc_rl.main", "--max_episodes 100000 --reward_threshold 499", "agent observer1 observer2",
-            {"agent": "rpc_rl.main:Agent.finish_episode", "observer1": "rpc_rl.main:Observer.run_episode"}),
+            {"agent": "rpc_rl.main:Agent.finish_episode", "observer1": "rpc_rl.fast_agent:FastObserver.run_episode"}),
     Program("batch_rl.main", "--observers 1 --num_episode 100000 --num_steps 20", "agent observer1",
             {"agent": "batch_rl.main:Agent.finish_episode", "observer1": "batch_rl.main:Observer.run_episode"}),
     Program("ddp_rpc_hybrid.main", "--epochs 100000", "trainer0 trainer1 master ps",
-            {"trainer1": "ddp_rpc_hybrid.main:train_step", "ps": "torch.nn:EmbeddingBag.forward"}),
+            {"trainer1": "ddp_rpc_hybrid.main:HybridModel.forward", "ps": "torch.nn:EmbeddingBag.forward"}),
     Program("param_server.main", "--epochs 100000", "parameter_server trainer1 trainer2",
-            {"parameter_server": "param_server.main:ParameterServer.forward",
+            {"parameter_server": "param_server.async_server:AsyncParameterServer.forward",
              "trainer2": "param_server.main:train_step"}),
     Program("param_server.batch_update", "--arch resnet18 --image_size 32 --world_size 3 --num_updates 100000",
             "parameter_server trainer1 trainer2",
             {"parameter_server": "param_server.batch_update:BatchUpdateParameterServer.update_and_fetch_model",
-             "trainer2": "param_server.batch_update:use_weights"}),
+             "trainer2": "param_server.flat_update:use_weights"}),
     Program("rpc_rnn.main", "--epochs 100000 --world_size 3", "ps trainer1 trainer2",
-            {"ps": "rpc_rnn.model:EmbeddingTable.forward", "trainer2": "rpc_rnn.main:train_step"}),
+            {"ps": "rpc_rnn.main:EmbeddingTable.forward", "trainer2": "rpc_rnn.main:RNNModel.forward"}),
     Program("model_parallel_resnet.main", "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000",
             "master worker1 worker2",
             {"master": "model_parallel_resnet.main:train_step",
@@ -88,6 +88,7 @@ class Run:
         self.rank, self.folder, self.processes = self.roles.index(role), folder / f"{fault}{role}", {}
         self.status, self.seconds = None, None  # from the fault to the end
         self.raises = [self.rank, program.raises[role]] if fault == "exception" else None
+        self.slowed = [what.removesuffix(":sleep") for what in program.raises.values()]
 
     def disturb(self):
         """Start it, let the fault happen, wait for its end."""
@@ -133,6 +134,7 @@ def _start(run_worker, args, *more):
     if run is None:  # `warm_up`
         return _honest_start(run_worker, args, *more)
     args.lesson, args.raises, args.moment = run.program.lesson, run.raises, str(run.folder / "moment")
+    args.slowed = run.slowed
     processes = _honest_start(sabotage.for_ever, args, *more)
     run.started(processes)
     return processes
@@ -182,7 +184,7 @@ def test_fault_of_a_rank(program, fault, clean, tmp_path, capfd):
 
 @pytest.mark.parametrize(("lesson", "role", "function", "words"), [
     ("batch_rl.main", "observer1", "gymnasium.wrappers:TimeLimit.step", "no states from observer1"),
-    ("param_server.batch_update", "trainer2", "param_server.batch_update:use_weights", "no gradient from trainer2"),
+    ("param_server.batch_update", "trainer2", "param_server.flat_update:use_weights", "no gradient from trainer2"),
 ])
 def test_slow_role(lesson, role, function, words, clean, tmp_path, capfd):
     """A rank that lives, beats and keeps the others waiting is named, too: nobody takes it for dead."""
