@@ -1,0 +1,29 @@
+"""A mistake in each program, and what `--check` says of it; `make mutants` tries all of them."""
+
+import importlib
+import pkgutil
+
+import pytest
+
+from tests import mutants
+from tests.mutants import ROOT
+
+NAMES = sorted(module.name for module in pkgutil.iter_modules(mutants.__path__) if module.name != "__main__")
+TABLES = {name: importlib.import_module(f"tests.mutants.{name}").MUTANTS for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table(name):
+    """Enough of them, most of them for `--check`, and each still fits to its file."""
+    table = TABLES[name]
+    assert len({mutant.name for mutant in table}) == len(table) >= 6
+    assert sum(bool(mutant.check) for mutant in table) >= 0.8 * len(table)
+    for mutant in table:
+        assert bool(mutant.check) != bool(mutant.test), mutant.name
+        assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, mutant.name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_check_sees_it(name):
+    mutant = next(mutant for mutant in TABLES[name] if mutant.check)
+    assert mutant.caught(), mutant.name
