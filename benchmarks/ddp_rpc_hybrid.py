@@ -1,6 +1,6 @@
 """What do sparse gradients do to the bytes and the time of a step? `ddp_rpc_hybrid/main.py`, run in turns.
 
-    python benchmarks/ddp_rpc_hybrid.py --rounds 3
+    python -m benchmarks.ddp_rpc_hybrid --rounds 3
 """
 
 import json

@@ -1,6 +1,6 @@
 """Is the pipeline worth it? Batches over RPC, with both schedules, and in one process with one thread, in turns.
 
-    python benchmarks/model_parallel_resnet.py --rounds 1
+    python -m benchmarks.model_parallel_resnet --rounds 1
 """
 
 import json
@@ -9,19 +9,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-# As a script, this file's folder comes first on the path: there, `model_parallel_resnet` is this very file.
-sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
+import torch
+from common import report
+from common.cli import bounded
+from common.vision import import_torchvision
+from common.worker_env import keep_memory
 
-import torch  # noqa: E402
-from common import report  # noqa: E402
-from common.cli import bounded  # noqa: E402
-from common.worker_env import keep_memory  # noqa: E402
-
-from model_parallel_resnet import main as rpc_pipeline  # noqa: E402
-from model_parallel_resnet import schedules  # noqa: E402
-from model_parallel_resnet.single_process import train_alone  # noqa: E402
+from model_parallel_resnet import main as rpc_pipeline
+from model_parallel_resnet import schedules
+from model_parallel_resnet.data import get_batch, require_sizes
 
 FOLDER = Path(rpc_pipeline.__file__).parent
 WAYS = {"RPC pipeline": [FOLDER / "main.py"], "gpipe": [FOLDER / "schedules.py", "--schedule", "gpipe"],
@@ -39,6 +38,32 @@ def build_parser():
     return parser
 
 
+def train_alone(args):
+    """The lesson without any split: the same model and batch, in this process.
+
+    Returns:
+        Seconds of each batch, the first of which is the warm-up; and its losses.
+    """
+    images, targets = get_batch(args)
+    model = getattr(import_torchvision().models, args.arch)(num_classes=args.num_classes)
+    shards = rpc_pipeline.ResNetShard1(args, "cpu"), rpc_pipeline.ResNetShard2(args, "cpu")
+    with torch.no_grad():
+        initial = (param for shard in shards for param in shard.parameters())
+        for param, value in zip(model.parameters(), initial, strict=True):
+            param.copy_(value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    seconds, losses = [], []
+    for _ in range(args.num_batches + 1):
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(images), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - started)
+    return seconds, losses
+
+
 def run(command, args):
     """Run one way in processes of its own; `{num_split: median seconds}`."""
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +78,7 @@ def run(command, args):
 def main(argv=None):
     """Print and write the medians of all rounds, and how many times as fast as one process they are."""
     args = build_parser().parse_args(argv)
-    rpc_pipeline.require_sizes(args, [["batch", "first half", "second half"]])  # of the one process
+    require_sizes(args, [["batch", "first half", "second half"]])  # of the one process
     schedules.require_stages(args)
     torch.set_num_threads(1)
     keep_memory()  # as in all processes of the other ways

@@ -1,26 +1,23 @@
 """How much slower is a network on a server than one in this process? Steps of both in turns, on as many threads.
 
-    python benchmarks/param_server.py --rounds 3
+    python -m benchmarks.param_server --rounds 3
 """
 
 import statistics
-import sys
 import time
 from pathlib import Path
 
-# As a script, this file's folder comes first on the path: there, `param_server` is this very file.
-sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
+from common import report
+from common.cli import bounded, refuse
+from common.data import load_data
+from common.launch import launch
+from common.session import rpc_options
+from torch.distributed import rpc
+from torch.distributed.optim import DistributedOptimizer
+from torch.nn import functional as F
 
-from common import report  # noqa: E402
-from common.cli import bounded, refuse  # noqa: E402
-from common.data import load_data  # noqa: E402
-from common.launch import launch  # noqa: E402
-from common.session import rpc_options  # noqa: E402
-from torch.distributed import rpc  # noqa: E402
-from torch.distributed.optim import DistributedOptimizer  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from param_server import main as param_server  # noqa: E402
+from param_server import main as lesson
+from param_server.data import get_next_batch, require_inputs
 
 WARM_UP = 10  # steps that are not counted
 
@@ -28,26 +25,26 @@ WARM_UP = 10  # steps that are not counted
 def run_worker(rank, world_size, args):
     """The trainer steps the server's network and one of its own, in turns; milliseconds of each step."""
     if rank == 0:
-        param_server.keep_memory(blocks_up_to=2**25)
-    rpc.init_rpc(param_server.role_name(rank, world_size), rank=rank, world_size=world_size,
+        return lesson.run_parameter_server(rank, world_size, args)
+    rpc.init_rpc(lesson.role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args))
-    metrics = measure(rank, world_size, args) if rank != 0 else None
+    metrics = measure(args)
     rpc.shutdown()
     return metrics
 
 
-def measure(rank, world_size, args):
+def measure(args):
     """What `run_worker` returns."""
     train_set, _ = load_data(args)
-    net, local = param_server.TrainerNet(args), param_server.Net()
-    opt = DistributedOptimizer(param_server.SGD, net.get_global_param_rrefs(), lr=args.lr)
-    local_opt = param_server.SGD(local.parameters(), lr=args.lr)
+    net, local = lesson.TrainerNet(args), lesson.Net()
+    opt = DistributedOptimizer(lesson.SGD, net.get_global_param_rrefs(), lr=args.lr)
+    local_opt = lesson.SGD(local.parameters(), lr=args.lr)
     net.train()
     milliseconds = {"server": [], "local": []}
     for epoch in range(args.rounds):
-        for data, target in param_server.get_next_batch(train_set, 1, epoch, args):
+        for data, target in get_next_batch(train_set, 1, epoch, args):
             started = time.perf_counter()
-            param_server.train_step(net, opt, data, target, args)
+            lesson.train_step(net, opt, data, target, args)
             half_way = time.perf_counter()
             local_opt.zero_grad()
             F.nll_loss(local(data), target).backward()
@@ -59,7 +56,7 @@ def measure(rank, world_size, args):
 
 def build_parser():
     """The flags of param_server, whose steps are timed, and how long."""
-    parser = param_server.build_parser()
+    parser = lesson.build_parser()
     parser.description = __doc__
     parser.set_defaults(example="benchmark_param_server", world_size=2,
                         output_dir=Path("outputs", "benchmark_param_server"))
@@ -69,10 +66,11 @@ def build_parser():
 
 def main(argv=None):
     """Print both times and write metrics.json."""
-    args = param_server.parse_args(argv, build_parser())
+    args = build_parser().parse_args(argv)
+    require_inputs(args, lesson.Net)
     if args.world_size != 2:
         refuse(f"--world_size {args.world_size} must be 2: a server and one trainer are timed")
-    metrics = launch(run_worker, args, param_server.role_name)
+    metrics = launch(run_worker, args, lesson.role_name)
     if metrics is None:
         return None
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")

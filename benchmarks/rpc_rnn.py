@@ -7,32 +7,27 @@ Two models train in turns, a few steps each, within one run (a noisy machine can
 
 and the first one once more with a clock between the parts of a step. The oracle's steps, without RPC, are the floor.
 
-    python benchmarks/rpc_rnn.py --rounds 30
+    python -m benchmarks.rpc_rnn --rounds 30
 """
 
 import itertools
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 
-# As a script, this file's folder comes first on the path: there, `rpc_rnn` is this very file.
-sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
+import torch.distributed.autograd as dist_autograd
+from common import report
+from common.cli import bounded, refuse
+from common.launch import launch
+from common.session import rpc_options
+from torch import nn
+from torch.distributed import rpc
+from torch.distributed.optim import DistributedOptimizer
 
-import torch.distributed.autograd as dist_autograd  # noqa: E402
-from common import report  # noqa: E402
-from common.cli import bounded, refuse  # noqa: E402
-from common.launch import launch  # noqa: E402
-from common.session import rpc_options  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed import rpc  # noqa: E402
-from torch.distributed.optim import DistributedOptimizer  # noqa: E402
-
-from rpc_rnn import main as rpc_rnn  # noqa: E402
-from rpc_rnn.language import columns, get_next_batch, load_language  # noqa: E402
-from rpc_rnn.model import Decoder, EmbeddingTable, RNNModel  # noqa: E402
-from rpc_rnn.single_process import LocalRNNModel  # noqa: E402
+from rpc_rnn import main as lesson
+from rpc_rnn.data import columns, get_next_batch, load_language
+from rpc_rnn.saving import LocalRNNModel, require_inputs
 
 LESSON, TUTORIAL, LOCAL = "this lesson", "the tutorial", "one process, no RPC"
 PARTS = ("embedding RPC", "LSTM", "decoder RPC", "loss", "backward", "optimizer step", "end of the context")
@@ -46,18 +41,27 @@ def _remote_method(method, rref, *args, **kwargs):
     return rpc.rpc_sync(rref.owner(), _call_method, args=[method, rref, *args], kwargs=kwargs)
 
 
-class TutorialModel(RNNModel):
+class TutorialModel(lesson.RNNModel):
     """The same model with the tutorial's helper."""
 
     def forward(self, input, hidden):
         """Like `RNNModel.forward`."""
-        emb = _remote_method(EmbeddingTable.forward, self.emb_table_rref, input)
+        emb = _remote_method(lesson.EmbeddingTable.forward, self.emb_table_rref, input)
         output, hidden = self.rnn(emb, hidden)
-        return _remote_method(Decoder.forward, self.decoder_rref, output), hidden
+        return _remote_method(lesson.Decoder.forward, self.decoder_rref, output), hidden
+
+
+def remote_step(model, opt, criterion, data, target, hidden):
+    """A step as in the loop of `run_trainer`."""
+    with dist_autograd.context() as context_id:
+        output, _ = model(data, hidden)
+        loss = criterion(output.flatten(0, 1), target.flatten())
+        dist_autograd.backward(context_id, [loss])
+        opt.step(context_id)
 
 
 def timed_step(model, opt, criterion, data, target, hidden):
-    """`rpc_rnn.train_step` with a clock between its parts; milliseconds of each, in the order of PARTS."""
+    """`remote_step` with a clock between its parts; milliseconds of each, in the order of PARTS."""
     clock = [time.perf_counter()]
 
     def tick():
@@ -91,29 +95,28 @@ def local_step(model, optimizer, criterion, data, target, hidden):
 
 def run_worker(rank, world_size, args):
     """The trainer measures; the server answers."""
-    rpc.init_rpc(rpc_rnn.role_name(rank, world_size), rank=rank, world_size=world_size,
-                 rpc_backend_options=rpc_options(args, rpc_rnn.RPC_THREADS))
-    metrics = measure(rank, world_size, args) if rank != 0 else None
+    rpc.init_rpc(lesson.role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, lesson.RPC_THREADS))
+    metrics = measure(args) if rank != 0 else None
     rpc.shutdown()
     return metrics
 
 
-def measure(rank, world_size, args):
+def measure(args):
     """What `run_worker` returns."""
     language = load_language(args)
     sizes = (language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout, args.seed)
-    lesson, tutorial = (model_class("ps", *sizes, args.device) for model_class in (RNNModel, TutorialModel))
-    local, criterion = LocalRNNModel(*sizes), nn.CrossEntropyLoss()
-    opt = rpc_rnn.make_optimizer(lesson, rank, args)
-    torchs = rpc_rnn.OPTIMIZERS[args.optimizer]
-    tutorials_opt = DistributedOptimizer(torchs, tutorial.parameter_rrefs(), lr=args.lr)
+    ours, tutorial = (model_class("ps", *sizes, args.device) for model_class in (lesson.RNNModel, TutorialModel))
+    local, criterion = LocalRNNModel(*sizes[:4]), nn.CrossEntropyLoss()
+    torchs = lesson.OPTIMIZERS[args.optimizer]
+    opt, tutorials_opt = (DistributedOptimizer(torchs, model.parameter_rrefs(), lr=args.lr)
+                          for model in (ours, tutorial))
     # A step as one call of (data, target, hidden), for each way to make one.
-    ways = {LESSON: (rpc_rnn.train_step, lesson, opt),
-            TUTORIAL: (rpc_rnn.train_step, tutorial, tutorials_opt),
+    ways = {LESSON: (remote_step, ours, opt), TUTORIAL: (remote_step, tutorial, tutorials_opt),
             LOCAL: (local_step, local, torchs(local.parameters(), lr=args.lr)),
-            "parts": (timed_step, lesson, opt)}
+            "parts": (timed_step, ours, opt)}
     batches = list(get_next_batch(columns(language.train, args.batch_size, 0, 1), args.bptt))[: args.steps]
-    hidden, times, parts = lesson.init_hidden(args.batch_size), {name: [] for name in ways}, []
+    hidden, times, parts = ours.init_hidden(args.batch_size), {name: [] for name in ways}, []
     for turn in range(args.rounds + 1):
         for name in random.Random(turn).sample(list(ways), len(ways)):  # whoever comes first has it no easier
             step, model, optimizer = ways[name]
@@ -130,7 +133,7 @@ def measure(rank, world_size, args):
 
 def build_parser():
     """The flags of rpc_rnn, whose steps are timed, and how long."""
-    parser = rpc_rnn.build_parser()
+    parser = lesson.build_parser()
     parser.description = __doc__
     parser.set_defaults(example="benchmark_rpc_rnn", output_dir=Path("outputs", "benchmark_rpc_rnn"))
     count = bounded(int, at_least=1)
@@ -141,10 +144,11 @@ def build_parser():
 
 def main(argv=None):
     """Print the tables and write metrics.json."""
-    args = rpc_rnn.parse_args(argv, build_parser())
+    args = build_parser().parse_args(argv)
+    require_inputs(args)
     if args.world_size != 2:
         refuse(f"--world_size {args.world_size} must be 2: a server and one trainer are timed")
-    metrics = launch(run_worker, args, rpc_rnn.role_name)
+    metrics = launch(run_worker, args, lesson.role_name)
     if metrics is None:
         return None
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
