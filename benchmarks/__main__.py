@@ -67,7 +67,7 @@ def scalars(metrics, labels, name=""):
             found |= scalars(value, labels, there)
         elif isinstance(value, list) and labels and all(isinstance(row, dict) for row in value):
             for row in value:
-                which = ".".join(str(row[label]) for label in labels if label in row)
+                which = ".".join(str(row[label]).replace(" ", "_") for label in labels if label in row)
                 found |= scalars(row, labels, f"{there}.{which}")
         elif isinstance(value, bool | int | float):
             found[there] = value

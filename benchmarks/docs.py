@@ -20,9 +20,8 @@ from common.cli import PlainParser
 ROOT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(<!-- (=|map) ([^>]*?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 WORDS = {  # column titles and cells of the map
-    "en": {"cell": "cell", "notebook": "notebook", "here": "here", "mended": "mended", "left_out": "left out: ", "to": "to"},
-    "ja": {"cell": "セル", "notebook": "ノートブック", "here": "このリポジトリ", "mended": "修正点", "left_out": "省略: ",
-           "to": "〜"},
+    "en": {"cell": "cell", "notebook": "notebook", "here": "here", "mended": "mended", "left_out": "left out: "},
+    "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点", "left_out": "省略: "},
 }
 
 
