@@ -2,13 +2,14 @@
 # make quick   the tests that one runs after each edit
 # make test    the whole test suite, on the CPU
 # make soak    kills, full disks and mixed runs, again and again; writes docs/reliability.md
-# make mutants  realistic mistakes, one at a time: does --check see them?
+# make mutants realistic mistakes, one at a time: does --check see them?
 # make lint    ruff
-# make bench   the numbers of the READMEs, measured again
+# make bench   the numbers of the pages, measured again (about an hour and a half)
+# make docs-check  do the pages say what the code and docs/results/ say? Part of make test
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo quick test soak mutants lint bench clean
+.PHONY: demo quick test soak mutants lint bench docs-check clean
 
 demo: .venv/ready
 	$(BIN)/python rpc_rl/main.py --world_size 3
@@ -29,27 +30,11 @@ lint: .venv/ready
 	$(BIN)/ruff check .
 
 bench: .venv/ready
-	$(BIN)/python -m benchmarks.start --commands --output_dir docs/results/benchmark_start
-	$(BIN)/python rpc_rl/main.py --world_size 3 --output_dir docs/results/rpc_rl
-	$(BIN)/python -m benchmarks.rpc_rl --output_dir docs/results/benchmark_rpc_rl
-	$(BIN)/python -m benchmarks.rpc_rl_seeds --seeds 0 1 2 3 4
-	$(BIN)/python ddp_basic/main.py --demo skew --slow_rank 1 --delay 0.5 --timeout 2 --output_dir docs/results/ddp_basic
-	$(BIN)/python p2p_collectives/ring_allreduce.py --repeats 31 --output_dir docs/results/p2p_collectives
-	$(BIN)/python rpc_rnn/main.py --output_dir docs/results/rpc_rnn
-	$(BIN)/python -m benchmarks.rpc_rnn --output_dir docs/results/benchmark_rpc_rnn
-	$(BIN)/python model_parallel_resnet/single_machine.py --num_repeat 7 --output_dir docs/results/model_parallel_resnet_single
-	$(BIN)/python ddp_rpc_hybrid/main.py --output_dir docs/results/ddp_rpc_hybrid
-	$(BIN)/python -m benchmarks.ddp_rpc_hybrid
-	$(BIN)/python param_server/main.py --output_dir docs/results/param_server
-	$(BIN)/python -m benchmarks.param_server --output_dir docs/results/benchmark_param_server
-	$(BIN)/python param_server/batch_update.py --timeline --output_dir docs/results/param_server_batch_update
-	$(BIN)/python batch_rl/main.py --num_episode 6 --output_dir docs/results/batch_rl
-	$(BIN)/python batch_rl/main.py --observers 5 --envs_per_observer 16
-	$(BIN)/python batch_rl/main.py --mode train --observers 2 --envs_per_observer 8 --output_dir docs/results/batch_rl_train
-	for n in 5 10; do $(BIN)/python -m benchmarks.batch_rl --observers $$n --num_episode 8; done
-	$(BIN)/python model_parallel_resnet/main.py --num_splits 1 2 4 8 --timeline --output_dir docs/results/model_parallel_resnet
-	$(BIN)/python -m benchmarks.model_parallel_resnet --num_splits 2 4 8 --output_dir docs/results/benchmark_model_parallel_resnet
-	for sync in per_parameter flat ddp; do $(BIN)/python p2p_collectives/train.py --sync $$sync; done
+	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.docs
+
+docs-check: .venv/ready
+	$(BIN)/python -m pytest -n 0 tests/test_docs.py tests/test_layout.py
 
 .venv/ready: requirements.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv

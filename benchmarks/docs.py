@@ -19,6 +19,7 @@ from common.cli import PlainParser
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(<!-- (=|map) ([^>]*?) -->)(.*?)(<!-- end -->)", re.DOTALL)
+NOT_MEASURED = "–"
 WORDS = {  # column titles and cells of the map
     "en": {"cell": "cell", "notebook": "notebook", "here": "here", "mended": "mended", "left_out": "left out: "},
     "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点", "left_out": "省略: "},
@@ -45,7 +46,10 @@ def written(page):
 def number(what, language):
     """A median with its range: `NAME KEY` or `NAME KEY FORMAT`, as in `rpc_rl wall_s .0f`."""
     name, key, *form = what.split()
-    results = json.loads((ROOT / "docs/results" / f"{name}.json").read_text())
+    path = ROOT / "docs/results" / f"{name}.json"
+    results = json.loads(path.read_text()) if path.exists() else {"range": {}}
+    if key not in results["range"]:
+        return NOT_MEASURED
     (low, high), form = results["range"][key], form[0] if form else ".3g"
     median, low, high = (format(value, form) for value in (results["median"][key], low, high))
     if low == high:

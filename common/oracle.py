@@ -98,7 +98,7 @@ def verdict(compared):
         print(f"check FAILED: {pair}: {len(failed)} of {len(findings)} comparisons do not hold: "
               f"{', '.join(failed)}")
         raise SystemExit(1)
-    print(f"check passed: {pair}: all {len(findings)} comparisons hold")
+    print(f"check passed: {pair}: {len(findings)} of {len(findings)} comparisons hold")
     return {finding["what"]: finding["difference"] for finding in findings}
 
 

@@ -1,10 +1,12 @@
-"""The READMEs: their flags exist, their links lead somewhere. The tests of each folder run their commands."""
+"""The pages: their commands, links, numbers, maps and tests exist, and both languages say the same."""
 
 import importlib
 import re
+from pathlib import Path
 
 import pytest
 
+from benchmarks import docs
 from tests.helpers import ROOT, commands_in
 
 READMES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.md") if ".venv" not in path.parts)
@@ -16,10 +18,12 @@ def module_of(path):
 
 
 def documented():
-    """Every `python X.py ...` and `torchrun ... X.py ...` of the READMEs: (script, flags), each once."""
+    """Every `python X.py ...`, `python -m X ...` and `torchrun ... X.py ...` of the READMEs, once: (script, flags)."""
     found = {}
     for readme in READMES:
         for command in commands_in(readme) + commands_in(readme, "torchrun "):
+            if command[1] == "-m":
+                command[1:3] = [command[2].replace(".", "/") + ".py"]
             at = next(i for i, word in enumerate(command) if word.endswith(".py"))
             found[" ".join(command)] = (command[at], [PLACEHOLDERS.get(word, word) for word in command[at + 1 :]])
     return found
@@ -43,3 +47,31 @@ def test_links(readme):
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         if "://" not in link:
             assert (ROOT / readme).parent.joinpath(link).exists(), link
+
+
+def test_numbers_and_maps_are_up_to_date():
+    stale = [str(page.relative_to(ROOT)) for page in docs.pages() if docs.written(page) != page.read_text()]
+    assert stale == [], "python -m benchmarks.docs writes them"
+
+
+TRANSLATED = [readme for readme in READMES if readme.with_name(f"{readme.stem}.ja.md") in READMES]
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=str)
+def test_both_languages_say_the_same(page):
+    """The same levels of headings, commands, markers, tests and pictures, in the same order."""
+    english, japanese = (ROOT / page).read_text(), (ROOT / page).with_name(f"{page.stem}.ja.md").read_text()
+    for what in (r"^(#+) ", r"^\$?(python .*|torchrun .*)$", r"<!-- (?:=|map) ([^>]*?) -->", r"`(test_\w+)`",
+                 r"\]\(([^)]*\.png)\)"):
+        pairs = [sorted(re.findall(what, text, re.MULTILINE)) for text in (english, japanese)]
+        assert pairs[0] == pairs[1], what
+    limit = 150 if page.parent == Path() else 130
+    if page.name == "README.md":
+        assert max(len(text.splitlines()) for text in (english, japanese)) <= limit
+
+
+@pytest.mark.parametrize("page", [page for page in READMES if "README" in page.name], ids=str)
+def test_the_tests_of_what_was_mended_exist(page):
+    tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", (ROOT / page).read_text()):
+        assert f"def {name}(" in tests, name
