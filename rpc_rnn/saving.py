@@ -5,12 +5,17 @@ import io
 import torch
 import torch.distributed as dist
 from common import checkpoint
-from torch import optim
+from common.cli import given, refuse, starts_rank
+from torch import nn, optim
 from torch.distributed import rpc
+
+from rpc_rnn.data import require_language, require_model
+
+PARTS = ("emb_table", "rnn", "decoder")  # the first word of a weight's name
 
 
 class SGD(optim.SGD):
-    """The same, but `DistributedOptimizer` does not know it.
+    """An SGD that `DistributedOptimizer` does not know.
 
     What it knows it compiles to TorchScript, which takes a tenth off the time of a step; but then nobody can fetch the
     optimizer's state. Of a class that it does not know it makes ordinary optimizers.
@@ -24,10 +29,71 @@ class Adam(optim.Adam):
 OPTIMIZERS_WITH_STATE = {"sgd": SGD, "adam": Adam}
 
 
+class LocalRNNModel(nn.Module):
+    """The whole model in one process, without RPC: it loads the "model" of a checkpoint.
+
+    Args:
+        ntoken, ninp, nhid, nlayers: the sizes, as `RNNModel` has them.
+    """
+
+    def __init__(self, ntoken, ninp, nhid, nlayers):
+        super().__init__()
+        self.emb_table = nn.ModuleDict({"encoder": nn.Embedding(ntoken, ninp)})
+        self.rnn = nn.LSTM(ninp, nhid, nlayers)
+        self.decoder = nn.ModuleDict({"decoder": nn.Linear(nhid, ntoken)})
+
+    def forward(self, input, hidden=None):
+        """Tokens (T, B) and a state to scores (T, B, ntoken) and the next state; no dropout."""
+        output, hidden = self.rnn(self.emb_table["encoder"](input), hidden)
+        return self.decoder["decoder"](output), hidden
+
+
+def weights(model):
+    """`{name: parameter}` of an `RNNModel`, fetched from wherever they are, with the names of a `LocalRNNModel`."""
+    parts = {"emb_table": rpc.rpc_sync(model.emb_table_rref.owner(), _weights, args=(model.emb_table_rref,)),
+             "rnn": {name: tensor.cpu() for name, tensor in _lstm(model).state_dict().items()},
+             "decoder": rpc.rpc_sync(model.decoder_rref.owner(), _weights, args=(model.decoder_rref,))}
+    return {f"{part}.{name}": tensor for part in PARTS for name, tensor in parts[part].items()}
+
+
+def require_inputs(args):
+    """Before any process starts: refuse what does not fit, of corpus, sizes and checkpoint.
+
+    Raises:
+        SystemExit: 2 after one line.
+    """
+    if starts_rank(args, 1) or not starts_rank(args, 0):  # the server needs none of it
+        language = require_language(args)
+        require_model(language, args)
+        _inspect(args, language)
+
+
+def _inspect(args, language):
+    """Refuse a checkpoint from which `args` cannot go on."""
+    state = checkpoint.inspect(
+        args, needs=("epochs", "vocabulary"),
+        make_model=lambda: LocalRNNModel(language.ntoken, args.ninp, args.nhid, args.nlayers))
+    if state is None:
+        return
+    if state["vocabulary"] != language.vocabulary:
+        checkpoint.reject(args, "is of another text; give its --corpus, or another file")
+    seed = state.get("seed", args.seed)  # earlier versions did not save it
+    if language.vocabulary is None and seed != args.seed:
+        checkpoint.reject(args, f"is of --seed {seed}, and {given(args, 'seed')} makes another language; give that "
+                                "seed, or another file")
+    optimizer = _optimizer_of(state)
+    if optimizer not in (None, args.optimizer):
+        checkpoint.reject(args, f"is of --optimizer {optimizer}, whose state {given(args, 'optimizer')} cannot use; "
+                                "give that optimizer, or another file")
+    if len(state["epochs"]) > args.epochs:
+        refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint "
+               "has so many behind it", rank=1)
+
+
 def save(model, opt, epochs, initial_val_loss, language, args):
     """Write the whole model and the optimizers' states, from wherever they are, on the first trainer's machine."""
     states = [rpc.rpc_sync(local.owner(), _optimizer_state, args=(local,)) for local in opt.remote_optimizers]
-    checkpoint.save(args, {"model": model.weights(), "optimizers": states, "epochs": epochs,
+    checkpoint.save(args, {"model": weights(model), "optimizers": states, "epochs": epochs, "seed": args.seed,
                            "initial_val_loss": initial_val_loss, "vocabulary": language.vocabulary})
 
 
@@ -37,13 +103,38 @@ def restore(model, opt, rank, args):
     if dist.is_initialized():
         dist.broadcast_object_list(message)  # the other trainers may be on machines without the file
     state = message[0]
-    model.load_weights(state["model"])  # the same on all trainers
+    of_part = {part: {name.removeprefix(f"{part}."): tensor for name, tensor in state["model"].items()
+                      if name.startswith(f"{part}.")} for part in PARTS}
+    _lstm(model).load_state_dict(of_part["rnn"])
+    for part, rref in (("emb_table", model.emb_table_rref), ("decoder", model.decoder_rref)):
+        rpc.rpc_sync(rref.owner(), _load_weights, args=(rref, of_part[part]))  # the same from all trainers
     # The server's optimizer comes first, the LSTM's last, and only the first trainer has both.
     for local, saved in zip(reversed(opt.remote_optimizers), reversed(state["optimizers"]), strict=False):
         rpc.rpc_sync(local.owner(), _load_optimizer_state, args=(local, saved, args.lr))
     if dist.is_initialized():
         dist.barrier()  # or one trainer's backward could find that another has just loaded the tables
     return state["epochs"], state["initial_val_loss"]
+
+
+def _lstm(model):
+    """The LSTM of an `RNNModel`, without the DDP around it."""
+    return getattr(model.rnn, "module", model.rnn)
+
+
+def _weights(part_rref):
+    return {name: tensor.cpu() for name, tensor in part_rref.local_value().state_dict().items()}
+
+
+def _load_weights(part_rref, weights):
+    part_rref.local_value().load_state_dict(weights)
+
+
+def _optimizer_of(state):
+    """Whose state a checkpoint has: "sgd", "adam", or None if it has none."""
+    if not state.get("optimizers"):
+        return None
+    group = torch.load(io.BytesIO(state["optimizers"][0]), map_location="cpu", weights_only=True)["param_groups"][0]
+    return "adam" if "betas" in group else "sgd"
 
 
 def _optimizer_state(optimizer_rref):

@@ -14,6 +14,7 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 from torch.futures import Future
 
+from ddp_rpc_hybrid import check
 from ddp_rpc_hybrid import main as hybrid
 from tests.helpers import bad, commands_in, end, run, running, script, torchrun
 
@@ -84,11 +85,15 @@ def test_the_master_passes_each_trainers_rank_and_no_timeout(monkeypatch):
         future.set_result("result")
         return future
 
-    monkeypatch.setattr(hybrid.rpc, "rpc_async", rpc_async)
-    monkeypatch.setattr(hybrid.rpc, "remote", lambda *_, **__: "table")
+    for name, value in (("rpc_async", rpc_async), ("remote", lambda *_, **__: "table"),
+                        ("init_rpc", lambda *_, **__: None), ("shutdown", lambda: None)):
+        monkeypatch.setattr(hybrid.rpc, name, value)
+    monkeypatch.setattr(hybrid, "rpc_options", lambda args: None)
+    monkeypatch.setattr(hybrid.results, "over_trainers", list)
     args = parsed("--world_size", 5)
-    assert hybrid.on_all_trainers(len, 5, args) == ["result"] * 3
-    assert calls == [((f"trainer{rank}", len), {"args": ("table", rank, args), "timeout": 0}) for rank in range(3)]
+    assert hybrid.run_worker(3, 5, args) == ["result"] * 3
+    assert calls == [((f"trainer{rank}", hybrid._run_trainer), {"args": ("table", rank, args), "timeout": 0})
+                     for rank in range(3)]
 
 
 # --- what it computes
@@ -97,24 +102,13 @@ def test_the_master_passes_each_trainers_rank_and_no_timeout(monkeypatch):
 @pytest.mark.parametrize("flags", [["--world_size", "3"], ["--world_size", "5", "--sparse"]])
 def test_check_passes(flags, capfd, tmp_path):
     differences = hybrid.main(["--check", "--output_dir", str(tmp_path), *flags])
-    assert len(differences) == 3 + hybrid.CHECK_STEPS
-    assert differences["replicas of the dense part"] == 0
-    assert differences["entries that changed in rows that nobody looked up"] == 0
-    assert max(differences.values()) <= 1e-5
+    assert differences["lockstep, table after each step"] <= 1e-9
+    assert differences["free, table at the end"] <= 1e-9
+    assert differences["data, indices"] == differences["updates of the table, arrived once"] == 0
+    assert ("dense part, replicas" in differences) == (flags[1] == "5")
     out, err = capfd.readouterr()
-    assert out.count(" ok\n") == len(differences)
+    assert out.count(": ok\n") == len(differences)
     assert err == ""
-
-
-class PlainModule(nn.Module):
-    """In the place of DDP: averages nothing."""
-
-    def __init__(self, module, device_ids):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        return self.module(x)
 
 
 class PlainOptimizer:
@@ -128,28 +122,36 @@ class PlainOptimizer:
         self.optimizer.step()
 
 
-def record_without_ddp(rank, world_size, args):
-    hybrid.DDP = PlainModule
-    return hybrid.record(rank, world_size, args)
+honest_record = check.record
 
 
 def record_with_a_plain_optimizer(rank, world_size, args):
     hybrid.DistributedOptimizer = PlainOptimizer
-    return hybrid.record(rank, world_size, args)
+    return honest_record(rank, world_size, args)
 
 
-@pytest.mark.parametrize(("record", "wrong"), [
-    (record_without_ddp, ["replicas of the dense part", "dense part", "looked-up rows after step 2"]),
-    (record_with_a_plain_optimizer, ["dense part", "looked-up rows after step 1", "looked-up rows after step 2"]),
-], ids=["without DDP", "a plain optimizer, which silently does nothing"])
-def test_check_can_fail(record, wrong, monkeypatch, capfd, tmp_path):
-    monkeypatch.setattr(hybrid, "record", record)
+def test_a_plain_optimizer_does_nothing(monkeypatch, capfd, tmp_path):
+    """And says nothing."""
+    monkeypatch.setattr(check, "record", record_with_a_plain_optimizer)
     with pytest.raises(SystemExit) as stop:
         hybrid.main(["--check", "--output_dir", str(tmp_path)])
     assert stop.value.code == 1
     lines = capfd.readouterr().out.splitlines()
-    for what in wrong:
-        assert any(f"] {what}: differs" in line and line.endswith("FAIL") for line in lines), what
+    for what in ("dense part, weights after each step", "lockstep, table after each step",
+                 "updates of the table, arrived once"):
+        assert any(f"] {what}: " in line and line.endswith("FAIL") for line in lines), what
+    assert not any("dense part, gradients" in line and line.endswith("FAIL") and "step 1," in line for line in lines)
+
+
+def test_a_training_that_diverges(capfd, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        hybrid.main(["--epochs", "3", "--lr", "1e30", "--output_dir", str(tmp_path)])
+    assert stop.value.code == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "has a loss of " in lines[0]
+    assert "training has diverged; give a smaller --lr" in lines[0]
+    assert not (tmp_path / "metrics.json").exists()
 
 
 class Sum(nn.Module):

@@ -1,15 +1,19 @@
 """Tutorial 6_5, second half."""
 
+import io
 import json
 import math
 import struct
+import sys
 
 import pytest
 import torch
 
+from rpc_rnn import check, results
 from rpc_rnn import main as rpc_rnn
-from rpc_rnn.language import MarkovChain, columns, get_next_batch, load_language
-from rpc_rnn.single_process import LocalRNNModel
+from rpc_rnn.data import MarkovChain, columns, get_next_batch, load_language
+from rpc_rnn.evaluation import SAMPLE_LENGTH
+from rpc_rnn.saving import LocalRNNModel
 from tests.helpers import ROOT, bad, end, run, running, script, torchrun
 
 MAIN = "rpc_rnn/main.py"
@@ -74,36 +78,39 @@ def test_targets_are_the_next_tokens():
 # --- what it computes
 
 
-@pytest.mark.parametrize(("world_size", "flags"), [(2, ["--nlayers", "2"]), (3, ["--optimizer", "sgd", "--lr", "5"])])
-def test_check_passes(world_size, flags, capfd, tmp_path):
-    differences = rpc_rnn.main(["--check", "--world_size", str(world_size), "--output_dir", str(tmp_path), *flags])
-    assert len(differences) == 7
-    assert max(differences.values()) <= 1e-5
+def test_the_parts_draw_other_numbers(monkeypatch):
+    """With one seed for all, the encoder would be the decoder where their sizes agree."""
+    monkeypatch.setattr(rpc_rnn.rpc, "remote", lambda to, function, args: args[0](*args[1:]))
+    model = rpc_rnn.RNNModel("ps", 10, 64, 64, 1, 0.0, 0, "cpu")
+    drawn = [weight.detach().flatten()[:640] / weight.abs().max().item() for weight in (
+        model.emb_table_rref.encoder.weight, model.rnn.weight_ih_l0, model.decoder_rref.decoder.weight)]
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert (drawn[i] - drawn[j]).abs().max() > 0.5
+    assert drawn[0].std().item() == pytest.approx(1 / math.sqrt(3), rel=0.1)  # uniform
+    assert not model.decoder_rref.decoder.bias.any()
+
+
+def test_check_passes(capfd, tmp_path):
+    """One trainer with dropout in both processes, then two trainers."""
+    differences = rpc_rnn.main(["--check", "--output_dir", str(tmp_path)])
+    for title in ("", "two trainers, "):
+        for part in ("table", "LSTM", "decoder"):
+            assert differences[f"{title}weights after each step, {part}"] <= 1e-9
+        assert differences[f"{title}training, tokens"] == 0
     out, err = capfd.readouterr()
-    assert out.count(" ok\n") == 7
+    assert out.count(": ok\n") == len(differences)
+    assert "check passed: 2 processes and 3 processes against one process" in out
     assert err == ""
 
 
-def fails(monkeypatch, capfd, folder, record_step, *given):
-    """`--check` with another `record_step` in its workers: status 1; the verdicts."""
-    monkeypatch.setattr(rpc_rnn, "record_step", record_step)
-    with pytest.raises(SystemExit) as stop:
-        rpc_rnn.main(["--check", "--output_dir", str(folder), *given])
-    assert stop.value.code == 1
-    rows = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[check]")]
-    return {row.split("] ")[1].split(":")[0]: row.split()[-1] for row in rows}
-
-
-def without_average(rank, world_size, args):
-    rpc_rnn.average_table_gradients = lambda model, context_id: None
-    return rpc_rnn.record_step(rank, world_size, args)
-
-
-def test_check_sees_gradients_that_are_not_averaged(monkeypatch, capfd, tmp_path):
-    """Of the second trainer's batch, the tables learn nothing then."""
-    found = fails(monkeypatch, capfd, tmp_path, without_average, "--world_size", "3", "--optimizer", "sgd")
-    assert [part for part in ("emb_table", "rnn", "decoder") if found[f"{part}, gradient"] == "FAIL"] == [
-        "emb_table", "decoder"]
+def test_check_passes_through_a_checkpoint(tmp_path):
+    """A text, two layers, SGD: one epoch, the other one resumed; the user's own checkpoint is left alone."""
+    saved = tmp_path / "run.pt"
+    differences = rpc_rnn.main(["--check", "--corpus", str(TEXT), "--batch_size", "4", "--nlayers", "2", "--optimizer",
+                                "sgd", "--lr", "1", "--checkpoint", str(saved), "--output_dir", str(tmp_path)])
+    for title in ("stopped", "resumed", "two trainers"):
+        assert differences[f"{title}, sample"] == differences[f"{title}, text"] == 0
+    assert not saved.exists()
 
 
 class Plain:
@@ -121,15 +128,43 @@ class Plain:
 
 def with_a_plain_optimizer(rank, world_size, args):
     rpc_rnn.DistributedOptimizer = Plain
-    return rpc_rnn.record_step(rank, world_size, args)
+    return honest_record(rank, world_size, args)
+
+
+honest_record = check.record
 
 
 def test_a_plain_optimizer_does_nothing(monkeypatch, capfd, tmp_path):
     """With distributed autograd the gradients are in the context, not in `.grad`: the step is silent, and no step."""
-    found = fails(monkeypatch, capfd, tmp_path, with_a_plain_optimizer)
-    for part in ("emb_table", "rnn", "decoder"):
-        assert found[f"{part}, gradient"] == "ok"
-        assert found[f"{part}, weights after a step"] == "FAIL"
+    monkeypatch.setattr(check, "record", with_a_plain_optimizer)
+    with pytest.raises(SystemExit) as stop:
+        rpc_rnn.main(["--check", "--world_size", "3", "--output_dir", str(tmp_path)])
+    assert stop.value.code == 1
+    rows = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[check]")]
+    found = {row.split("] ")[1].split(": ")[0]: row for row in rows}
+    for part in ("table", "LSTM", "decoder"):
+        row = found[f"weights after each step, {part}"]
+        assert row.endswith("FAIL")
+        assert "first differs at step 1" in row
+
+
+def test_a_training_that_diverges(capfd, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        rpc_rnn.main([*SHORT, "--optimizer", "sgd", "--lr", "1e38", "--output_dir", str(tmp_path)])
+    assert stop.value.code == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "rank 1 (trainer) has a" in lines[0]
+    assert "training has diverged; give a smaller --lr" in lines[0]
+    assert not (tmp_path / "metrics.json").exists()
+
+
+@pytest.mark.parametrize("val_loss", [1000.0, math.inf, math.nan])
+def test_no_perplexity(val_loss):
+    """A finite loss may have one that is no float any more."""
+    language = load_language(parsed(*SHORT))
+    with pytest.raises(results.NotFiniteError, match="after epoch 1: training has diverged"):
+        results.summary([{"loss": 1.0, "val_loss": val_loss}], 1.0, language, 1, 1.0, 7)
 
 
 def test_it_learns(tmp_path):
@@ -162,7 +197,7 @@ def test_resume_continues_as_if_never_stopped(tmp_path, capfd):
     resumed = rpc_rnn.main([*flags, "--epochs", "3", "--checkpoint", str(saved), "--resume"])
     assert resumed["epochs"] == of_whole["epochs"]
     assert len(resumed["epochs"]) == 3
-    assert len(resumed["sample"]) == rpc_rnn.SAMPLE_LENGTH
+    assert len(resumed["sample"]) == SAMPLE_LENGTH
     assert set(resumed["sample"]) <= set(TEXT.read_text())
     assert resumed["entropy_floor"] is None
 
@@ -242,12 +277,16 @@ def test_no_text(content, says, tmp_path, refused):
 
 
 @pytest.mark.parametrize("kind", [
-    "truncated", "text", "another example", "another size", "another text", "more epochs"])
+    "truncated", "text", "another example", "another size", "another text", "another seed", "another optimizer",
+    "more epochs"])
 def test_not_this_models_checkpoint(kind, tmp_path, refused):
     path, vocabulary = tmp_path / "run.pt", "abcdefghij"
     state = {"example": "rpc_rnn", "model": LocalRNNModel(10, 32, 64, 1).state_dict(), "epochs": [],
              "vocabulary": vocabulary if kind == "another text" else None}
-    state |= {"another example": {"example": "rpc_rl"}, "more epochs": {"epochs": [{}] * 9},
+    adam = io.BytesIO()
+    torch.save(torch.optim.Adam([torch.zeros(1)]).state_dict(), adam)
+    state |= {"another seed": {"seed": 1}, "another optimizer": {"optimizers": [adam.getvalue()]},
+              "another example": {"example": "rpc_rl"}, "more epochs": {"epochs": [{}] * 9},
               "another size": {"model": LocalRNNModel(10, 32, 65, 1).state_dict()}}.get(kind, {})
     torch.save(state, path)
     if kind == "truncated":
@@ -255,13 +294,15 @@ def test_not_this_models_checkpoint(kind, tmp_path, refused):
     elif kind == "text":
         path.write_text("lr = 0.01\n")
     before = path.read_bytes()
-    named = {"another text": "--corpus", "more epochs": "--epochs"}.get(kind, str(path))
-    refused(rpc_rnn.main, ["--checkpoint", str(path), "--resume"], [named])
+    named = {"another text": "--corpus", "more epochs": "--epochs", "another seed": "--seed 1, and --seed 0 makes",
+             "another optimizer": "of --optimizer adam, whose state --optimizer sgd"}.get(kind, str(path))
+    flags = ["--optimizer", "sgd"] if kind == "another optimizer" else []
+    refused(rpc_rnn.main, ["--checkpoint", str(path), "--resume", *flags], [named])
     assert path.read_bytes() == before
 
 
 def test_benchmark(tmp_path):
-    result = run(script("benchmarks/rpc_rnn.py", "--rounds", 2, "--steps", 3), tmp_path)
+    result = run([sys.executable, "-m", "benchmarks.rpc_rnn", "--rounds", "2", "--steps", "3"], tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     metrics = json.loads((tmp_path / "outputs/benchmark_rpc_rnn/metrics.json").read_text())
     assert len(metrics["parts_ms"]) == 7

@@ -1,12 +1,15 @@
-"""What the lesson learns to predict: a made language whose entropy is known, or any text. No RPC here."""
+"""What the lesson learns to predict: a synthetic Markov language of known entropy, or any text. No RPC here."""
 
+import math
 from bisect import bisect
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from common import cli
+from common.cli import given, refuse
 
-NTOKEN = 10  # of the made language; the tutorial's number
+NTOKEN = 10  # of the synthetic language; the tutorial's number
 CONCENTRATION = 0.2  # the smaller, the fewer tokens are likely to come next
 TRAIN_TOKENS, VAL_TOKENS = 200_000, 50_000
 VAL_SHARE = 0.1  # of a text
@@ -69,7 +72,7 @@ def entropy(probabilities):
 
 
 def load_language(args):
-    """The language of `--corpus`, or the made one, the same on every trainer.
+    """The language of `--corpus`, or the synthetic one, the same on every trainer.
 
     Raises:
         OSError, UnicodeDecodeError, ValueError: if the corpus cannot be read, or is no text.
@@ -101,7 +104,62 @@ def columns(tokens, batch_size, trainer, n_trainers):
 
 
 def get_next_batch(table, bptt):
-    """Yield inputs and targets, each (at most `bptt`, batch_size): the target of a token is the token below it."""
+    """Yield inputs and targets, each (at most `bptt`, batch_size): the target of a token is the next of its column."""
+    # Tutorial: both were uninitialised memory.
     for start in range(0, len(table) - 1, bptt):
         end = min(start + bptt, len(table) - 1)
         yield table[start:end], table[start + 1 : end + 1]
+
+
+def require_language(args):
+    """The language, if it can be read and fills the columns of all trainers; else refuse it."""
+    n_trainers, speaker = args.world_size - 1, first_trainer_here(args)
+    n_columns = args.batch_size * n_trainers
+    # An input and a target in each column, also of the validation part.
+    fewest = math.ceil(2 * n_columns / VAL_SHARE)
+    wanted = f"--corpus {args.corpus} must be a UTF-8 text of at least {fewest} characters"
+    if args.corpus is not None:
+        if not cli.require_file("--corpus", args.corpus, speaker):
+            refuse(f"{wanted} (no such file)", speaker)
+        # A character has 4 bytes at most, and in each trainer it becomes a token of 8.
+        of_trainer = 8 * args.corpus.stat().st_size // 4
+        cli.require_memory(args, ["corpus"], n_trainers_here(args) * of_trainer, speaker)
+    try:
+        language = load_language(args)
+    except (OSError, ValueError) as error:
+        reason = error.strerror.lower() if isinstance(error, OSError) else "this is no text"
+        refuse(f"{wanted} ({reason})", speaker)
+    if len(language.val) < 2 * n_columns:
+        if args.corpus is None:
+            trainers = "1 trainer" if n_trainers == 1 else f"{n_trainers} trainers"
+            refuse(f"{given(args, 'batch_size')} must be at most "
+                   f"{len(language.val) // 2 // n_trainers} for {trainers}", speaker)
+        refuse(f"{wanted}, or {given(args, 'batch_size')} smaller: it has "
+               f"{len(language.train) + len(language.val)}", speaker)
+    return language
+
+
+def require_model(language, args):
+    """Refuse sizes with which the model does not fit into this machine."""
+    weights = 2 if cli.on_cpu(args) else 1  # on a CPU, with their gradients
+    tables = language.ntoken * (args.ninp + args.nhid)
+    deeper = (args.nlayers - 1) * (2 * args.nhid + 2)
+    lstm = 4 * args.nhid * (args.ninp + args.nhid + 2 + deeper)
+    # Four gates and a state of each token, which the backward pass needs.
+    rows = min(args.bptt, len(language.train) // (args.batch_size * (args.world_size - 1)) - 1)
+    states = 5 * rows * args.batch_size * args.nhid * args.nlayers if cli.on_cpu(args) else 0
+    # Besides, PyTorch needs hundreds of bytes for each of the four parameters of a layer.
+    of_trainer = 4 * (weights * lstm + states) + 1000 * args.nlayers
+    of_server = 4 * weights * tables if 0 in cli.ranks_here(args) else 0
+    cli.require_memory(args, ["ninp", "nhid", "nlayers"],
+                       of_server + n_trainers_here(args) * of_trainer, first_trainer_here(args))
+
+
+def n_trainers_here(args):
+    """How many trainers this command starts; under torchrun, how many this machine has."""
+    return sum(rank > 0 for rank in cli.ranks_here(args))
+
+
+def first_trainer_here(args):
+    """The rank of the first one: under torchrun, it says what is refused."""
+    return max(1, cli.ranks_here(args)[0])

@@ -1,0 +1,40 @@
+"""What the lesson learns: a teacher knows the classes of bags of indices. No other process here."""
+
+import torch
+from common.cli import on_cpu, ranks_here, require_memory
+from torch.nn import functional as F
+
+BATCHES = 10  # of each trainer in an epoch
+
+
+class Teacher:
+    """Decides on the targets, by a table and a linear layer of its own: a function that the model can learn."""
+
+    def __init__(self, args):
+        generator = torch.Generator().manual_seed(10_000 + args.seed)  # else its table would be the one to learn
+        rows, dim, classes = args.num_embeddings, args.embedding_dim, args.num_classes
+        self.table = torch.randn(rows, dim, generator=generator, dtype=torch.float32)
+        self.weight = torch.randn(classes, dim, generator=generator, dtype=torch.float32)
+
+    def target(self, indices, offsets):
+        """The class of each bag: shape (bags,)."""
+        return F.linear(F.embedding_bag(indices, self.table, offsets, mode="sum"), self.weight).argmax(dim=1)
+
+
+def require_tables(args, role_name):
+    """Refuse a table and a dense part that this machine cannot hold.
+
+    Args:
+        args: the parsed flags.
+        role_name: the lesson's.
+    """
+    table, dense = (4 * n * args.embedding_dim for n in (args.num_embeddings, args.num_classes))
+    n_bytes = 0
+    for rank in ranks_here(args):
+        role = role_name(rank, args.world_size)
+        if role == "ps":
+            n_bytes += table if args.sparse else 2 * table  # the gradient has all rows
+        elif role != "master":
+            # The teacher's own two; the weights, and on a CPU their gradient.
+            n_bytes += table + (3 if on_cpu(args) else 2) * dense
+    require_memory(args, ["num_embeddings", "embedding_dim", "num_classes"], n_bytes)
