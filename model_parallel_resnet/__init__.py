@@ -1,1 +1,1 @@
-"""Tutorials 6_2 and 6_7: a ResNet split in two, in one process and over RPC, with micro-batches in a pipeline."""
+"""Tutorials 6_2 and 6_7: a ResNet split in two, in one process and over RPC, as a pipeline."""

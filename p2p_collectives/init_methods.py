@@ -1,16 +1,17 @@
-r"""Three ways for processes to find each other (tutorial 6_4, its last section).
+r"""Three ways for processes to find each other (tutorial 6_4, its first cell and its last section).
 
-A group needs one place where every process leaves its address and reads those of the others: a store.
+A group needs one place where every process leaves its address and reads those of the others: a
+store.
 
-    env    MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE in the environment; rank 0 opens the store at that port.
-           For those who start processes by a program: torchrun, Slurm, Kubernetes
+    env    MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE in the environment; rank 0 opens the store
+           at that port. For those who start processes by a program: torchrun, Slurm, Kubernetes
     tcp    the same store, its address in the call: no environment variables needed
     file   a file that all can write, on a shared file system: no port, no address
 
     python p2p_collectives/init_methods.py --method env          one of them
     python p2p_collectives/init_methods.py --world_size 4        all three, one after the other
-    python p2p_collectives/init_methods.py --method tcp --world_size 2 --rank 0 --master_addr HOST    on one machine
-    python p2p_collectives/init_methods.py --method tcp --world_size 2 --rank 1 --master_addr HOST    on another
+    python p2p_collectives/init_methods.py --method tcp --world_size 2 --rank 0 --master_addr HOST
+    python p2p_collectives/init_methods.py --method tcp --world_size 2 --rank 1 --master_addr HOST
     torchrun --nproc_per_node 3 p2p_collectives/init_methods.py --method env
 
 Last line:
@@ -37,37 +38,47 @@ def role_name(rank, world_size):
     return f"rank{rank}"
 
 
-def init_env(rank, world_size, args):
-    """Everything is in the environment; the call itself says nothing. Returns what the process had to know."""
+def run(rank, size):
+    """Add up over all ranks; only if all have met can the sum be right."""
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+    return tensor.item()
+
+
+def init_process(rank, size, args, backend="gloo"):
+    """Everything is in the environment. Returns what the process had to know."""
     if not dist.is_torchelastic_launched():  # torchrun has set all four
-        os.environ.update(MASTER_ADDR=args.master_addr, MASTER_PORT=str(args.master_ports["env"]),
-                          RANK=str(rank), WORLD_SIZE=str(world_size))
-    dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=args.timeout))
-    return " ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+        os.environ["MASTER_ADDR"] = args.master_addr
+        # Tutorial: 29500, which two runs side by side would share.
+        os.environ["MASTER_PORT"] = str(args.master_ports["env"])
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=args.timeout))
+    names = "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"
+    return " ".join(f"{name}={os.environ[name]}" for name in names)
 
 
-def init_tcp(rank, world_size, args):
-    """Address, rank and world size are arguments. Returns what the process had to know."""
-    init_method = f"tcp://{args.master_addr}:{args.master_ports['tcp']}"
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size,
-                            timeout=timedelta(seconds=args.timeout))
-    return f"init_method={init_method!r}, rank={rank}, world_size={world_size}"
-
-
-def init_file(rank, world_size, args):
-    """A file is the store. It must not exist before: what an earlier run left in it would be taken for this one's.
+def init_file(rank, size, args):
+    """A file is the store. It must not exist before: what an earlier run left would be read.
 
     Returns what the process had to know.
     """
     # By default in the temporary folder of this run alone, beside the store of `launch`.
     file = args.file or Path(urlparse(os.environ["INIT_METHOD"]).path).with_name("sharedfile")
     init_method = f"file://{file.absolute()}"
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size,
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size,
                             timeout=timedelta(seconds=args.timeout))
-    return f"init_method={init_method!r}, rank={rank}, world_size={world_size}"
+    return f"init_method={init_method!r}, rank={rank}, world_size={size}"
 
 
-METHODS = {"env": init_env, "tcp": init_tcp, "file": init_file}
+def init_tcp(rank, size, args):
+    """Address, rank and world size are arguments. Returns what the process had to know."""
+    init_method = f"tcp://{args.master_addr}:{args.master_ports['tcp']}"
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size,
+                            timeout=timedelta(seconds=args.timeout))
+    return f"init_method={init_method!r}, rank={rank}, world_size={size}"
+
+
+METHODS = {"env": init_process, "tcp": init_tcp, "file": init_file}
 
 
 def run_worker(rank, world_size, args):
@@ -75,10 +86,9 @@ def run_worker(rank, world_size, args):
     meetings = []
     for method in METHODS if args.method == "all" else [args.method]:
         knew = METHODS[method](rank, world_size, args)
-        total = torch.tensor([rank + 1.0])
-        dist.all_reduce(total, op=dist.ReduceOp.SUM)  # only if all have met can the sum be right
+        row = {"rank": rank, "knew": knew, "sum": run(rank, world_size)}
         everyone = [None] * world_size if rank == 0 else None
-        dist.gather_object({"rank": rank, "knew": knew, "sum": total.item()}, everyone)
+        dist.gather_object(row, everyone)
         dist.destroy_process_group()
         meetings.append({"method": method, "ranks": everyone})
     return {"meetings": meetings} if rank == 0 else None
@@ -94,9 +104,10 @@ def free_port():
 def build_parser():
     """The flags of this example."""
     parser = Parser(EXAMPLE, __doc__, world_size=3)
-    parser.add_argument("--method", choices=[*METHODS, "all"], default="all", help="how the processes meet")
-    parser.add_argument("--file", type=Path, metavar="FILE",
-                        help="the store of --method file; must not exist yet (default: in a folder of this run alone)")
+    add = parser.add_argument
+    add("--method", choices=[*METHODS, "all"], default="all", help="how the processes meet")
+    add("--file", type=Path, metavar="FILE", help="the store of --method file; must not exist yet "
+        "(default: in a folder of this run alone)")
     return parser
 
 
@@ -130,29 +141,33 @@ def main(argv=None):
     if args.rank is not None:
         args.master_ports = dict.fromkeys(METHODS, args.master_port)
     else:
-        args.master_addr, args.master_ports = "127.0.0.1", {method: free_port() for method in METHODS}
-    metrics = launch(run_worker, args, role_name)
-    if metrics is None:
-        return None
-    sums = {meeting["method"]: [row["sum"] for row in meeting["ranks"]] for meeting in metrics["meetings"]}
-    expected = args.world_size * (args.world_size + 1) / 2
+        args.master_addr = "127.0.0.1"
+        args.master_ports = {method: free_port() for method in METHODS}
     if args.check:
-        return report.compare(sums, {method: [expected] * args.world_size for method in sums}, dict.fromkeys(sums, 0))
-    show(report.save_metrics(args, metrics, backend="gloo", device="cpu"))
-    if any(value != expected for values in sums.values() for value in values):
-        print(f"\nWRONG: the sums should be {expected:g}: {sums}")
-        raise SystemExit(1)
-    times, each = ("once", "") if len(sums) == 1 else (f"{len(sums)} times", " each time")
-    print(f"\n{', '.join(sums)}: {args.world_size} ranks found each other {times}, and their sum is {expected:g}{each}")
-    return metrics
+        from p2p_collectives.init_methods_check import check
+
+        return check(args)
+    metrics = launch(run_worker, args, role_name)
+    return metrics and finish(metrics, args)
 
 
-def show(metrics):
-    """Print what each process had to know."""
+def finish(metrics, args):
+    """Write metrics.json, print what each process had to know, and the last line."""
+    metrics = report.save_metrics(args, metrics, backend="gloo", device="cpu")
     for meeting in metrics["meetings"]:
         print(f"\n--method {meeting['method']}")
         for row in meeting["ranks"]:
             print(f"  rank {row['rank']} knew: {row['knew']}")
+    sums = {meeting["method"]: [row["sum"] for row in meeting["ranks"]]
+            for meeting in metrics["meetings"]}
+    expected = args.world_size * (args.world_size + 1) / 2
+    if any(value != expected for values in sums.values() for value in values):
+        print(f"\nWRONG: the sums should be {expected:g}: {sums}")
+        raise SystemExit(1)
+    times, each = ("once", "") if len(sums) == 1 else (f"{len(sums)} times", " each time")
+    print(f"\n{', '.join(sums)}: {args.world_size} ranks found each other {times}, and their sum "
+          f"is {expected:g}{each}")
+    return metrics
 
 
 if __name__ == "__main__":

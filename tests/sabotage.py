@@ -23,7 +23,7 @@ def for_ever(rank, world_size, args):
     if args.raises is not None and rank == args.raises[0]:
         let_raise(args.raises[1], args.moment)
     if args.lesson == "p2p_collectives.main":
-        collectives = lesson.collectives
+        collectives = lesson.run_collectives
         lesson.DEMOS["collectives"] = lambda *place: (outcome for _ in iter(int, 1) for outcome in collectives(*place))
     result = lesson.run_worker(rank, world_size, args)
     for _ in range(10_000):  # it is over

@@ -6,12 +6,16 @@ import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import rpc
 
 from param_server import batch_update
+from param_server import batch_update_check as oracle
+from param_server import batch_update_results as results
+from param_server.flat_update import FlatParameterServer, FlatTrainer
 from tests.helpers import bad, commands_in, end, run, running, script, torchrun
 
 MAIN = "param_server/batch_update.py"
@@ -34,22 +38,26 @@ def parsed(*flags):
 # --- pieces
 
 
-def test_no_gradient_is_lost():
+@pytest.mark.parametrize("server_class", [batch_update.BatchUpdateParameterServer, FlatParameterServer])
+def test_no_gradient_is_lost(server_class):
     """Threads that push at the same moment, as RPC's do: all futures complete, with the step of the mean gradient."""
-    server = batch_update.BatchUpdateParameterServer(parsed("--world_size", 9, "--lr", 1))
-    server.weights.zero_()
+    server = server_class(parsed("--world_size", 9, "--lr", 1))
+    with torch.no_grad():
+        for tensor in server.get_model():
+            tensor.zero_()
     barrier, update = Barrier(8), batch_update.BatchUpdateParameterServer.update_and_fetch_model
 
     def push(rank):
         barrier.wait()
-        return update(server, rank, torch.full_like(server.weights, rank))
+        return update(server, rank, [torch.full_like(tensor, rank) for tensor in server.get_model()])
 
     with ThreadPoolExecutor(8) as threads:
         for expected in (-4.5, -4.5 - 1.9 * 4.5):  # lr 1, momentum 0.9, mean of 1 to 8
             futures = list(threads.map(push, range(1, 9)))
             assert all(future.done() for future in futures)
-            weights, _ = futures[0].value()
-            parameters, statistics = weights[: server.n_params], weights[server.n_params :]
+            weights = torch.cat([tensor.flatten() for tensor in futures[0].value()[0]])
+            n_params = sum(param.numel() for param in server.model.parameters())
+            parameters, statistics = weights[:n_params], weights[n_params:]
             torch.testing.assert_close(parameters, torch.full_like(parameters, expected))
             assert torch.equal(statistics, torch.full_like(statistics, 4.5))  # a mean, not a gradient
             assert min(future.value()[1] for future in futures) >= 0
@@ -57,80 +65,132 @@ def test_no_gradient_is_lost():
 
 def test_weights_gradients_and_statistics_are_views():
     """What is sent is what the model has, without packing it."""
-    server = batch_update.BatchUpdateParameterServer(parsed())
+    server = FlatParameterServer(parsed())
     model = server.model.train()
     loss = model(torch.randn(4, 3, 32, 32)).square().sum()
     loss.backward()
-    sizes = [param.numel() for param in model.parameters()]
-    for param, gradient in zip(model.parameters(), server.sum.split([*sizes, len(server.sum) - sum(sizes)])[:-1],
-                               strict=True):
+    params, (total,) = list(model.parameters()), server.sums
+    sizes = [param.numel() for param in params]
+    for param, gradient in zip(params, total.split([*sizes, len(total) - sum(sizes)])[:-1], strict=True):
         assert torch.equal(param.grad.flatten(), gradient)
         assert gradient.any()
-    assert torch.equal(server.weights[server.n_params :],
+    assert torch.equal(server.weights[sum(sizes) :],
                        torch.cat([buffer.flatten() for buffer in batch_update.running_statistics(model)]))
 
 
-def test_targets_stay_the_same():
-    first, second = batch_update.batches_of(1, parsed("--num_updates", 2))
-    other = next(batch_update.batches_of(2, parsed("--num_updates", 2)))
+def trainer_of(rank, monkeypatch, *flags, trainer_class=batch_update.Trainer):
+    monkeypatch.setattr(rpc, "get_worker_info", lambda: SimpleNamespace(id=rank))
+    return trainer_class(None, parsed("--device", "cpu", *flags))
+
+
+def test_targets_stay_the_same(monkeypatch):
+    first, second = trainer_of(1, monkeypatch, "--num_updates", 2).get_next_batch()
+    other = next(trainer_of(2, monkeypatch, "--num_updates", 2).get_next_batch())
     assert torch.equal(first[1], second[1])
     assert not torch.equal(first[0], second[0])
     assert not torch.equal(first[0], other[0])
     assert first[1].sum(dim=1).tolist() == [1] * 4
 
 
+def test_both_trainers_send_the_same_numbers(monkeypatch):
+    """One tensor or hundreds."""
+    sent = []
+    for trainer_class, server_class in ((batch_update.Trainer, batch_update.BatchUpdateParameterServer),
+                                        (FlatTrainer, FlatParameterServer)):
+        trainer = trainer_of(1, monkeypatch, trainer_class=trainer_class)
+        trainer.set_model(server_class(parsed()).get_model())
+        inputs, labels = next(trainer.get_next_batch())
+        trainer.loss_fn(trainer.m(inputs), labels).backward()
+        sent.append(torch.cat([tensor.flatten() for tensor in trainer.get_gradients()]))
+    assert torch.equal(*sent)
+
+
+def test_summary():
+    stats = {"loss": 2.0, "started": 1.0, "computed": 2.0, "waiting": 0.5, "ended": 4.0}
+    slower = {**stats, "loss": 4.0, "ended": 5.0}
+    trainers = [{"updates": [one], "peak_memory": 1e9} for one in (stats, slower)]
+    measured = {"trainers": trainers, "peak_memory": 2e9, "model_bytes": 10}
+    assert results.summary(measured, parsed()) == {
+        "updates": [4.0], "median_update_s": 4.0, "compute": [1.0], "transfer": [2.0], "waiting": [0.5], "loss": [3.0],
+        "bytes_per_update": 40, "peak_memory_gb": 4.0}
+
+
 # --- what it computes
 
 
-def test_check_passes(capfd, tmp_path):
-    differences = batch_update.main(["--check", "--world_size", "4", "--output_dir", str(tmp_path), *SMALL])
-    assert list(differences) == ["losses", "weights", "momentum", "statistics", "pushed"]
+COMPARED = ["images", "labels", "training mode", "weights read", "statistics", "arrivals", "additions", "losses",
+            "gradients", "weights", "final statistics", "mean losses", "seconds", "median", "moments",
+            "bytes per update"]
+
+
+@pytest.mark.parametrize("send", ["flat", "tensors"])
+def test_check_passes(send, capfd, tmp_path):
+    flags = ["--check", "--world_size", "3", "--send", send, "--output_dir", str(tmp_path)]
+    differences = batch_update.main([*flags, *SMALL])
+    assert list(differences) == COMPARED
     assert max(differences.values()) <= 1e-9
     assert torch.get_default_dtype() == torch.float32
     out, err = capfd.readouterr()
-    assert out.count(" ok\n") == 5
+    assert out.count(": ok\n") == len(COMPARED)
     assert err == ""
 
 
+RECORD = oracle.record
+
+
 def change_what_is_sent(change):
-    """In a worker: `change(server, rank, sent)` before the server adds what a trainer has sent."""
+    """In a worker: `change(server, rank, grads)` before the server adds what a trainer has sent."""
     honest = batch_update.BatchUpdateParameterServer.update_and_fetch_model
 
     @rpc.functions.async_execution
-    def update_and_fetch_model(self, rank, sent):
-        change(self, rank, sent)
-        return honest(self, rank, sent)
+    def update_and_fetch_model(self, rank, grads):
+        change(self, rank, grads)
+        return honest(self, rank, grads)
 
     batch_update.BatchUpdateParameterServer.update_and_fetch_model = update_and_fetch_model
 
 
+def n_params(server):
+    return sum(param.numel() for param in server.model.parameters())
+
+
 def record_with_lost_gradient(rank, world_size, args):
-    def lose(server, rank, sent):
+    def lose(server, rank, grads):
         if rank == 2:
-            sent[: server.n_params] = 0
+            grads[0][: n_params(server)] = 0
 
     change_what_is_sent(lose)
-    return batch_update.record(rank, world_size, args)
+    return RECORD(rank, world_size, args)
 
 
 def record_with_tutorials_statistics(rank, world_size, args):
-    def send_none(server, rank, sent):
-        sent[server.n_params :] = server.weights[server.n_params :]
+    def send_none(server, rank, grads):
+        grads[0][n_params(server) :] = server.weights[n_params(server) :]
 
     change_what_is_sent(send_none)
-    return batch_update.record(rank, world_size, args)
+    return RECORD(rank, world_size, args)
 
 
 @pytest.mark.parametrize(("record", "fails"), [
-    (record_with_lost_gradient, {"weights", "momentum", "pushed"}),
-    (record_with_tutorials_statistics, {"statistics"}),
+    (record_with_lost_gradient, {"weights", "gradients"}),
+    (record_with_tutorials_statistics, {"statistics", "final statistics"}),
 ], ids=["a lost gradient", "the tutorial's statistics"])
 def test_check_can_fail(record, fails, capfd, monkeypatch, tmp_path):
-    monkeypatch.setattr(batch_update, "record", record)
+    monkeypatch.setattr(oracle, "record", record)
     with pytest.raises(SystemExit) as stop:
         batch_update.main(["--check", "--world_size", "3", "--output_dir", str(tmp_path), *SMALL])
     assert stop.value.code == 1
-    assert fails <= set(re.findall(r"\[check\] (.*): differs .* FAIL", capfd.readouterr().out))
+    assert fails <= set(re.findall(r"\[check\] (.*?): .*: FAIL", capfd.readouterr().out))
+
+
+def test_loss_that_is_not_finite(capfd, tmp_path):
+    flags = ["--lr", "1e30", "--world_size", "2", "--num_updates", "4", "--output_dir", str(tmp_path)]
+    with pytest.raises(SystemExit) as stop:
+        batch_update.main([*flags, *SMALL])
+    assert stop.value.code == 1
+    assert re.fullmatch(r"error: rank 1 \(trainer1\) has a loss of (nan|inf) at update \d: training has diverged; "
+                        r"give a smaller --lr; stopped 1 other process\n", capfd.readouterr().err)
+    assert not (tmp_path / "metrics.json").exists()
 
 
 def test_it_learns(tmp_path):
@@ -166,7 +226,7 @@ LIMIT_S = 0.5  # of a call that gives none of its own
 
 def run_slowly(rank, world_size, args):
     """A training that takes longer than the server's process lets a call take."""
-    honest, call_trainers = batch_update.Trainer.get_next_batch, batch_update.run_trainers
+    honest, call_trainers = batch_update.Trainer.get_next_batch, batch_update.run_ps
 
     def slow(self):
         for batch in honest(self):
@@ -179,7 +239,7 @@ def run_slowly(rank, world_size, args):
             rpc.rpc_sync("trainer1", time.sleep, args=(3 * LIMIT_S,))
         return call_trainers(*arguments)
 
-    batch_update.Trainer.get_next_batch, batch_update.run_trainers = slow, impatient
+    batch_update.Trainer.get_next_batch, batch_update.run_ps = slow, impatient
     return batch_update.run_worker(rank, world_size, args)
 
 

@@ -27,10 +27,11 @@ from model_parallel_resnet import schedules
 from p2p_collectives import init_methods, ring_allreduce
 from p2p_collectives import main as p2p
 from p2p_collectives import train as p2p_train
+from param_server import data as param_server_data
 from param_server import main as param_server
-from rpc_rnn import language
-from rpc_rnn import main as rpc_rnn
-from rpc_rnn.single_process import LocalRNNModel
+from rpc_rnn import data as rpc_rnn_data
+from rpc_rnn.data import load_language
+from rpc_rnn.saving import LocalRNNModel
 from tests.helpers import ROOT, run
 
 # Every program, and what it calls when its input is good.
@@ -49,7 +50,7 @@ PROGRAMS = {
     "ddp_rpc_hybrid.main": ["launch"],
     "model_parallel_resnet.main": ["launch"],
     "model_parallel_resnet.schedules": ["launch"],
-    "model_parallel_resnet.single_machine": ["train_toy", "check"],
+    "model_parallel_resnet.single_machine": ["train_toy"],
     "p2p_collectives.init_methods": ["launch"],
     "p2p_collectives.main": ["launch"],
     "p2p_collectives.ring_allreduce": ["launch"],
@@ -158,7 +159,7 @@ def digits():
 
 @functools.cache
 def drawn_language():
-    return language.load_language(SimpleNamespace(corpus=None, seed=0))
+    return load_language(SimpleNamespace(corpus=None, seed=0))
 
 
 def known_hosts(name):
@@ -180,16 +181,20 @@ def stubbed(monkeypatch, tmp_path):
         module = importlib.import_module(name)
         for call in calls:
             monkeypatch.setattr(module, call, accept)
+        with contextlib.suppress(ModuleNotFoundError):  # what `--check` calls
+            oracle = importlib.import_module(f"{name}_check".replace("main_check", "check"))
+            monkeypatch.setattr(oracle, "launch", accept, raising=False)
+    monkeypatch.setattr("model_parallel_resnet.single_machine_check.check", accept)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(cli, "memory_bytes", lambda: MEMORY_BYTES)
     monkeypatch.setattr("socket.gethostbyname", known_hosts)
     mnist = import_torchvision().datasets.MNIST
     monkeypatch.setattr(mnist, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
     # The same data for every call: to draw and to resize them takes a while.
-    for module in (param_server, p2p_train, elastic):
+    for module in (param_server_data, param_server, p2p_train, elastic):
         monkeypatch.setattr(module, "load_data", lambda args: digits())
-    monkeypatch.setattr(rpc_rnn, "load_language", lambda args: (
-        drawn_language() if args.corpus is None else language.load_language(args)))
+    monkeypatch.setattr(rpc_rnn_data, "load_language", lambda args: (
+        drawn_language() if args.corpus is None else load_language(args)))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.chdir(tmp_path)
@@ -386,7 +391,7 @@ def test_known_bad_input(flag, value, says, stubbed):
     ("param_server.batch_update", ["--batch_size", LARGE]),
     ("rpc_rnn.main", ["--nhid", "1000", "--nlayers", "1000"]),
     ("ddp_rpc_hybrid.main", ["--num_embeddings", "100000000"]),
-    ("ddp_basic.main", ["--world_size", "50", "--local_batch_size", "200000"]),
+    ("ddp_basic.main", ["--world_size", "50", "--local_batch_size", "10000000"]),
 ])
 def test_more_than_the_memory(name, flags, stubbed):
     line = refusal(name, flags, stubbed)
@@ -416,8 +421,8 @@ def test_no_place_for_mnist(name, stubbed):
     # What is near to what is refused.
     ("rpc_rl.main", ["--seed", "2147483647"]),
     ("rpc_rl.main", ["--timeout", "10000000"]),
-    ("rpc_rl.main", ["--world_size", "33"]),
-    ("rpc_rl.main", ["--rank", "1", "--world_size", "1000", "--master_addr", "10.0.0.7"]),
+    ("rpc_rl.main", ["--world_size", "33", "--reward_threshold", "100"]),
+    ("rpc_rl.main", ["--rank", "1", "--world_size", "1000", "--master_addr", "10.0.0.7", "--reward_threshold", "4"]),
     ("rpc_rl.main", ["--checkpoint", "y" * 225]),
     ("batch_rl.main", ["--observers", "239"]),
     ("rpc_rnn.main", ["--corpus", "text"]),
@@ -432,11 +437,11 @@ def test_good_input_is_accepted(name, flags, stubbed):
 
 def test_open_files_limit_the_processes(stubbed, monkeypatch):
     monkeypatch.setattr(cli.resource, "getrlimit", lambda _: (64, 64))
-    assert refusal("rpc_rl.main", ["--world_size", "20"], stubbed) == (
+    assert refusal("rpc_rl.main", ["--world_size", "20", "--reward_threshold", "100"], stubbed) == (
         "error: --world_size 20 is too much for this machine, which can hold at most 16 processes "
         "(open files: ulimit -n)\n")
     monkeypatch.setattr(cli.resource, "getrlimit", lambda _: (cli.resource.RLIM_INFINITY,) * 2)
-    assert outcome("rpc_rl.main", ["--world_size", "20"], stubbed) == ("accepted", "")
+    assert outcome("rpc_rl.main", ["--world_size", "20", "--reward_threshold", "100"], stubbed) == ("accepted", "")
 
 
 # --- checkpoints
@@ -506,7 +511,8 @@ def plausible(backend):
     """What `launch` of some programs returns, as far as their `main` reads it."""
     row = {"bytes": 4, "median_s": 1.0, "bus_GBps": 1.0, "vs_all_reduce": 1.0}
     rows = [{**row, "algorithm": name} for name in ("RingAllReduce", "ring_naive")]
-    stages = {"stage0": [], "stage1": []}
+    forward = {"kind": "forward", "start": 0.0, "end": 1.0, "labels": {"micro_batch": 0}}
+    stages = {"stage0": [forward], "stage1": [forward]}
     return {"backend": backend, "operations": [], "meetings": [], "rows": rows, "spans": stages,
             "losses": [1.0, 0.5], "windows": [[(0.0, 1.0)]], "wall_s": 1.0}
 

@@ -2,10 +2,10 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import struct
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +14,15 @@ from common import checkpoint
 from common.launch import launch
 from common.session import group_options
 from common.vision import import_torchvision
+from torch.utils.data import TensorDataset
 
-from p2p_collectives import init_methods, ring_allreduce, train
+from p2p_collectives import check as demos_check
+from p2p_collectives import init_methods, ring_allreduce, train, train_check
 from p2p_collectives import main as demos
-from p2p_collectives.partition import DataPartitioner
-from p2p_collectives.ring_allreduce import fit_model, model_seconds
-from p2p_collectives.rings import RingAllReduce
+from p2p_collectives.data import batches, steps_of_epoch
+from p2p_collectives.fast_ring import RingAllReduce
+from p2p_collectives.ring_allreduce_results import fit_model, model_seconds
+from p2p_collectives.train import DataPartitioner
 from tests.helpers import bad, commands_in, end, nothing_left, run, running, script, torchrun
 from tests.test_data import write_mnist
 
@@ -80,20 +83,21 @@ def test_demos(tmp_path):
 
 def test_check_of_the_demos(capfd, tmp_path):
     differences = demos.main(["--world_size", "3", "--check", "--output_dir", str(tmp_path)])
-    assert len(differences) == 19
+    assert len(differences) == 19 + len(("operations", "requests"))
     assert set(differences.values()) == {0}
-    assert capfd.readouterr().out.count(" ok\n") == 19
+    assert capfd.readouterr().out.count(": ok\n") == len(differences)
 
 
 def with_the_wrong_operator(rank, world_size, args):
     dist.ReduceOp.MAX = dist.ReduceOp.SUM
-    return demos.run_worker(rank, world_size, args)
+    return (demos_check.record if args.check else demos.run_worker)(rank, world_size, args)
 
 
 @pytest.mark.parametrize("flag", [[], ["--check"]])
 def test_demos_can_fail(flag, monkeypatch, capfd, tmp_path):
     """The tutorial's reduce_op is gone; whoever reduces with the wrong operator must hear of it."""
     monkeypatch.setattr(demos, "run_worker", with_the_wrong_operator)
+    monkeypatch.setattr(demos_check, "record", with_the_wrong_operator)
     fails(demos.main, tmp_path, "--world_size", 2, "--demo", "collectives", *flag)
     out = capfd.readouterr().out
     assert "all_reduce MAX" in (out if flag else out.splitlines()[-1])
@@ -231,13 +235,13 @@ def test_partitions_of_the_tutorial():
 @pytest.mark.parametrize(("world_size", "global_batch_size"), [(1, 128), (2, 128), (3, 128), (8, 8), (4, 5000)])
 def test_batches_add_up(world_size, global_batch_size):
     """In the tutorial, a batch size is a float; here no sample is lost and no rank has more steps than another."""
-    args = SimpleNamespace(dataset="digits", data_dir=None, seed=0, global_batch_size=global_batch_size)
-    pieces = []
-    for rank in range(world_size):
-        train_set, joined, _ = train.partition_dataset(args, rank, world_size)
-        pieces.append([(len(labels), share) for _, labels, share in train.batches(train_set, joined, rank)])
-        assert all(type(size) is int for size in joined)
-        assert max(joined) <= global_batch_size + 1
+    data = TensorDataset(torch.zeros(1437, 1), torch.zeros(1437))
+    partitioner = DataPartitioner(data, [1 / world_size] * world_size)
+    joined = steps_of_epoch(partitioner.partitions, global_batch_size)
+    assert all(type(size) is int for size in joined)
+    assert max(joined) <= global_batch_size + 1
+    pieces = [[(len(labels), share) for _, labels, share in batches(partitioner.use(rank), joined, rank)]
+              for rank in range(world_size)]
     assert sum(joined) == 1437
     for step, size in enumerate(joined):
         assert sum(of_rank[step][0] for of_rank in pieces) == size
@@ -248,23 +252,30 @@ def test_batches_add_up(world_size, global_batch_size):
 def test_check_of_the_training(capfd, tmp_path):
     """On 3 ranks the pieces are not equal: 40 and 39 samples of 119."""
     differences = train.main(["--check", "--world_size", "3", "--output_dir", str(tmp_path)])
-    assert capfd.readouterr().out.count(" ok\n") == len(differences) == 9
+    assert max(differences.values()) < 1e-9
+    for rung in ("per_parameter", "flat", "ddp", "resumed"):
+        assert differences[f"{rung}, weights on all ranks"] == 0
+    out = capfd.readouterr().out
+    assert out.count(": ok\n") == len(differences) == 44
+    clipped, steps = map(int, re.search(r"steps with a clipped gradient: (\d+) of (\d+)", out).groups())
+    assert 0 < clipped < steps
 
 
 def with_equal_shares(rank, world_size, args):
     """Every piece with the same weight, as in the tutorial."""
     honest = train.average_gradients
     train.average_gradients = lambda model, share: honest(model, 1 / world_size)
-    return train.train_for_check(rank, world_size, args)
+    return train_check.record(rank, world_size, args)
 
 
 def test_check_of_the_training_can_fail(monkeypatch, capfd, tmp_path):
     """The tutorial's average is not the gradient of the joined batch."""
-    monkeypatch.setattr(train, "train_for_check", with_equal_shares)
+    monkeypatch.setattr(train_check, "record", with_equal_shares)
     fails(train.main, tmp_path, "--check", "--world_size", 3)
     out = capfd.readouterr().out
-    assert "per_parameter, gradient of the first step: differs by" in out
-    assert out.count("FAIL") == 2
+    assert "[check] per_parameter, gradients: first differs at step " in out
+    assert "[check] flat, gradients: " in out
+    assert all(line.split("] ")[1].startswith("per_parameter, ") for line in out.splitlines() if line.endswith("FAIL"))
 
 
 def without_all_reduce(rank, world_size, args):
@@ -279,8 +290,18 @@ def without_all_reduce(rank, world_size, args):
 def test_ranks_that_drift_apart_are_noticed(monkeypatch, capfd, tmp_path):
     """An `average_gradients` that divides, and forgets the all_reduce."""
     monkeypatch.setattr(train, "run_worker", without_all_reduce)
-    fails(train.main, tmp_path, "--epochs", 1)
+    fails(train.main, tmp_path, "--epochs", 1, "--sync", "per_parameter")
     assert "ArithmeticError: the replicas have drifted apart" in capfd.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_is_said(capfd, tmp_path):
+    """It is not called a drift."""
+    fails(train.main, tmp_path, "--lr", "1e30")
+    err = capfd.readouterr().err
+    assert err.startswith("error: rank ")
+    assert "training has diverged; give a smaller --lr; stopped 1 other process\n" in err
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_training(tmp_path):
@@ -291,14 +312,14 @@ def test_training(tmp_path):
     assert result.stderr == ""
     metrics = json.loads((tmp_path / "outputs/p2p_collectives/train/metrics.json").read_text())
     assert metrics["test_accuracy"] >= 0.96
-    assert metrics["sync"] == "per_parameter"
+    assert metrics["sync"] == "flat"
     assert metrics["samples_per_s"] > 0
     assert len(metrics["epochs"]) == 10
     assert metrics["epochs"][-1]["loss"] < 0.3 * metrics["epochs"][0]["loss"]
     assert metrics["epochs"][-1]["accuracy"] == metrics["test_accuracy"]
     lines = result.stdout.splitlines()
     assert lines[0].startswith("[rank0] epoch  1  test accuracy ")
-    assert "weights equal to the bit" in lines[-1]
+    assert "weights bitwise identical" in lines[-1]
 
 
 def killed_in_the_third_epoch(rank, world_size, args):
@@ -385,7 +406,7 @@ def test_torchrun(tmp_path):
     with running(torchrun(2, TRAIN, "--sync", "ddp", "--epochs", 1), tmp_path) as process:
         out, err = end(process, within_s=SLOW_START_S)
     assert process.returncode == 0, err
-    assert out.count("[rank0] epoch  1") == out.count("weights equal to the bit") == 1
+    assert out.count("[rank0] epoch  1") == out.count("weights bitwise identical") == 1
 
 
 # --- ways to meet
@@ -400,6 +421,12 @@ def test_three_ways_to_meet(tmp_path):
     for meeting, word in zip(metrics["meetings"], ("MASTER_ADDR=", "tcp://127.0.0.1:", "file:///"), strict=True):
         assert [row["rank"] for row in meeting["ranks"]] == [0, 1, 2]
         assert all(word in row["knew"] for row in meeting["ranks"])
+
+
+def test_check_passes_for_the_meetings(tmp_path):
+    differences = init_methods.main(["--check", "--output_dir", str(tmp_path)])
+    assert len(differences) == 1 + 3 * 4
+    assert set(differences.values()) == {0}
 
 
 def test_two_terminals(tmp_path):

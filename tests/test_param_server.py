@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import re
 import struct
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +13,11 @@ from common.data import load_data
 from common.vision import import_torchvision
 from torch.nn import functional as F
 
+from param_server import check as oracle
 from param_server import main as param_server
+from param_server import results
+from param_server.async_server import AsyncParameterServer
+from param_server.data import get_next_batch
 from tests.helpers import bad, commands_in, end, run, running, script, torchrun
 from tests.test_data import write_mnist
 
@@ -39,7 +45,7 @@ def test_every_trainer_has_its_own_images():
     orders = {}
     for rank in (1, 2, 3):
         for epoch in (0, 1):
-            batches = list(param_server.get_next_batch(Numbered(), rank, epoch, args))
+            batches = list(get_next_batch(Numbered(), rank, epoch, args))
             assert all(torch.equal(labels, 10 * images) for images, labels in batches)
             orders[rank, epoch] = torch.cat([images for images, _ in batches]).tolist()
     assert sorted(sum((orders[rank, 0] for rank in (1, 2, 3)), [])) == list(range(100))
@@ -54,10 +60,14 @@ def test_dropout_of_the_right_kind():
     assert kinds == [torch.nn.Dropout2d, torch.nn.Dropout]
 
 
+SERVERS = [param_server.ParameterServer, AsyncParameterServer]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_mode_reaches_the_network(world_size):
-    """In the tutorial, `model.eval()` stays with the trainer's shell, and the accuracy is measured with dropout on."""
-    server = param_server.ParameterServer(parsed("--world_size", world_size, "--device", "cpu"))
+@pytest.mark.parametrize("server_class", SERVERS)
+def test_mode_reaches_the_network(server_class, world_size):
+    """In the tutorial, `model.eval()` stays with the trainer's wrapper, and the accuracy has dropout on."""
+    server = server_class(parsed("--world_size", world_size, "--device", "cpu"))
     images = torch.randn(8, 1, 28, 28)
     server.set_mode(False)
     assert torch.equal(server(images), server(images))
@@ -67,7 +77,7 @@ def test_mode_reaches_the_network(world_size):
 
 
 def test_gradients_flow_through_the_copies():
-    server = param_server.ParameterServer(parsed("--device", "cpu"))
+    server = AsyncParameterServer(parsed("--device", "cpu"))
     server.set_mode(False)
     images, labels = torch.randn(8, 1, 28, 28), torch.arange(8)
     gradients = torch.autograd.grad(F.nll_loss(server(images), labels), list(server.model.parameters()))
@@ -76,15 +86,15 @@ def test_gradients_flow_through_the_copies():
         torch.testing.assert_close(gradient, other)
 
 
-@pytest.mark.parametrize(("consistency", "works"), [("async", True), ("lock", False)])
-def test_a_step_between_forward_and_backward(consistency, works):
+@pytest.mark.parametrize("server_class", SERVERS)
+def test_a_step_between_forward_and_backward(server_class):
     """What two trainers do to each other: only copies survive it, or a lock that keeps it from happening."""
-    server = param_server.ParameterServer(parsed("--device", "cpu", "--consistency", consistency))
+    server = server_class(parsed("--device", "cpu"))
     loss = F.nll_loss(server(torch.randn(8, 1, 28, 28)), torch.arange(8))
     with torch.no_grad():
         for param in server.model.parameters():
             param -= 0.01
-    if works:
+    if server_class is AsyncParameterServer:
         loss.backward()
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -93,11 +103,11 @@ def test_a_step_between_forward_and_backward(consistency, works):
 
 def test_threads_share_no_module():
     """functional_call changes the module that it is given, for a while: with one for all, training has no effect."""
-    server = param_server.ParameterServer(parsed("--device", "cpu"))
+    server = AsyncParameterServer(parsed("--device", "cpu"))
     with ThreadPoolExecutor(max_workers=1) as other_thread:
-        elsewhere = other_thread.submit(server.shell).result()
-    assert server.shell() is server.shell()
-    assert len({server.shell(), elsewhere, server.model}) == 3
+        elsewhere = other_thread.submit(server.stateless).result()
+    assert server.stateless() is server.stateless()
+    assert len({server.stateless(), elsewhere, server.model}) == 3
     assert all(param.is_meta for param in elsewhere.parameters())  # and takes no memory
 
 
@@ -114,17 +124,58 @@ def test_turns():
     assert acquire(server).done()
 
 
+def test_all_gather():
+    """Every trainer receives the values of all, in the order of the ranks; and again."""
+    server = param_server.ParameterServer(parsed("--device", "cpu", "--world_size", 3))
+    for values in ("ab", "cd"):
+        second = server.all_gather(2, values[1])
+        assert not second.done()
+        first = server.all_gather(1, values[0])
+        assert first.value() == second.value() == list(values)
+
+
+def test_summary():
+    """Two trainers, of which one has an epoch with a batch more."""
+    def step(loss, samples, time):
+        return {"loss": loss, "samples": samples, "time": time}
+
+    metrics = results.summary({"test_accuracy": 0.5, "per_trainer": [
+        {"rank": 1, "started": 10.0, "steps": [[step(3.0, 4, 11.0), step(1.0, 2, 12.0)]]},
+        {"rank": 2, "started": 10.5, "steps": [[step(2.0, 4, 15.0)]]}]}, parsed())
+    assert metrics["epochs"] == [{"loss": 2.0}]
+    assert (metrics["updates"], metrics["samples_per_s"]) == (3, 2.0)
+    assert [trainer["samples"] for trainer in metrics["per_trainer"]] == [6, 4]
+    assert metrics["per_trainer"][0]["losses"] == [[3.0, 1.0]]
+
+
 # --- what it computes
+
+
+COMPARED = ["training images", "updates", "weights read", "dropout", "dropout masks", "losses", "gradients", "weights",
+            "test images", "test log-probabilities", "accuracy", "mean losses", "counts", "moments"]
 
 
 @pytest.mark.parametrize("flags", [["--world_size", "4"], ["--consistency", "lock"]])
 def test_check_passes(flags, capfd, tmp_path):
     differences = param_server.main(["--check", "--output_dir", str(tmp_path), *flags])
-    assert list(differences) == ["gradients", "losses", "weights", "pushed"]
-    assert max(differences.values()) <= 1e-5
+    turns = ["turns"] if "lock" in flags else []
+    assert list(differences) == [*COMPARED[:2], *turns, *COMPARED[2:]]
+    assert max(differences.values()) <= 1e-9
     out, err = capfd.readouterr()
-    assert out.count(" ok\n") == 4
+    assert out.count(": ok\n") == len(differences)
     assert err == ""
+
+
+def test_check_of_a_resumed_training(capfd, tmp_path):
+    """The oracle goes on from the checkpoint as the server does; and a check writes over no file."""
+    saved = tmp_path / "run.pt"
+    flags = ["--world_size", "2", "--batch_size", "100", "--checkpoint", str(saved), "--output_dir", str(tmp_path)]
+    param_server.main([*flags, "--epochs", "1"])
+    before = saved.read_bytes()
+    resumed = ["--check", "--resume", *flags]
+    assert list(param_server.main(resumed)) == [*COMPARED, "checkpoints", "last checkpoint"]
+    assert saved.read_bytes() == before
+    capfd.readouterr()
 
 
 def record_with_lost_steps(rank, world_size, args):
@@ -132,18 +183,32 @@ def record_with_lost_steps(rank, world_size, args):
     honest, calls = param_server.SGD.step, itertools.count(1)
 
     def step(self, closure=None):
-        return None if next(calls) % 10 == 0 else honest(self, closure)
+        return None if next(calls) % 5 == 0 else honest(self, closure)
 
     param_server.SGD.step = step
-    return param_server.record(rank, world_size, args)
+    return RECORD(rank, world_size, args)
+
+
+RECORD = oracle.record
 
 
 def test_check_can_fail(capfd, monkeypatch, tmp_path):
-    monkeypatch.setattr(param_server, "record", record_with_lost_steps)
+    monkeypatch.setattr(oracle, "record", record_with_lost_steps)
     with pytest.raises(SystemExit) as stop:
         param_server.main(["--check", "--output_dir", str(tmp_path)])
     assert stop.value.code == 1
-    assert capfd.readouterr().out.count("FAIL") == 2  # weights, pushed: the tenth step of each
+    out = capfd.readouterr().out
+    assert "[check] weights: first differs at step " in out or "[check] updates: first differs at step " in out
+    assert out.splitlines()[-1].startswith("check FAILED: 3 processes (async) against one process: ")
+
+
+def test_loss_that_is_not_finite(capfd, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        param_server.main(["--lr", "1e30", "--world_size", "2", "--epochs", "2", "--output_dir", str(tmp_path)])
+    assert stop.value.code == 1
+    assert re.fullmatch(r"error: rank 1 \(trainer1\) has a loss of (nan|inf|-inf) in epoch 1: training has diverged; "
+                        r"give a smaller --lr; stopped 1 other process\n", capfd.readouterr().err)
+    assert not (tmp_path / "metrics.json").exists()
 
 
 def test_it_learns(tmp_path):
@@ -245,7 +310,7 @@ def test_not_this_models_checkpoint(kind, tmp_path, refused):
 def test_benchmark(tmp_path):
     write_mnist(tmp_path, {"train": 60, "t10k": 1})
     flags = ["--rounds", 1, "--batch_size", 4, "--dataset", "mnist", "--data_dir", tmp_path]
-    result = run(script("benchmarks/param_server.py", *flags), tmp_path)
+    result = run([sys.executable, "-m", "benchmarks.param_server", *map(str, flags)], tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     metrics = json.loads((tmp_path / "outputs/benchmark_param_server/metrics.json").read_text())
     assert min(metrics["ms_per_step"].values()) > 0

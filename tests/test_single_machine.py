@@ -4,15 +4,18 @@ import copy
 import json
 import os
 import struct
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from common.vision import import_torchvision
 from torch import nn
 
 from model_parallel_resnet import single_machine
+from model_parallel_resnet import single_machine_results as results
 from model_parallel_resnet.single_machine import ModelParallelResNet50, PipelineParallelResNet50, ToyModel
+from model_parallel_resnet.single_machine_flags import settle
 from tests.helpers import bad, commands_in, run, script, torchrun
 
 MAIN = "model_parallel_resnet/single_machine.py"
@@ -34,7 +37,7 @@ def one_thread():
 def settled(folder, *flags):
     """The flags, parsed and filled in; and the split sizes that are left out."""
     args = single_machine.build_parser().parse_args(["--output_dir", str(folder), *map(str, flags)])
-    return args, single_machine.settle(args)
+    return args, settle(args, single_machine.SPLIT_SIZES, single_machine.NUM_CLASSES)
 
 
 class Counted(nn.Module):
@@ -92,13 +95,11 @@ def test_split_size_is_samples_not_a_count(split_size, micro_batches):
 
 def test_micro_batches_overlap_by_one(monkeypatch):
     """The second half of a micro-batch is queued before the first half of the next one: both may then run at once."""
-    calls = []
-    for half in ("first_half", "second_half"):
-        original = getattr(ModelParallelResNet50, half)
-        monkeypatch.setattr(PipelineParallelResNet50, half,
-                            lambda self, x, half=half, original=original: calls.append(half) or original(self, x))
-    PipelineParallelResNet50(Counted(), CPU_TWICE, split_size=2)(torch.randn(6, 3, 4, 4))
-    assert calls == ["first_half"] + ["second_half", "first_half"] * 2 + ["second_half"]
+    calls, model = [], PipelineParallelResNet50(Counted(), CPU_TWICE, split_size=2)
+    for half in ("seq1", "seq2"):
+        getattr(model, half).register_forward_hook(lambda *_, half=half: calls.append(half))
+    model(torch.randn(6, 3, 4, 4))
+    assert calls == ["seq1"] + ["seq2", "seq1"] * 2 + ["seq2"]
 
 
 def test_fewer_than_two_gpus_will_do(tmp_path, monkeypatch):
@@ -108,8 +109,8 @@ def test_fewer_than_two_gpus_will_do(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         args, _ = settled(tmp_path)
         assert list(map(str, args.devices)) == names
-        assert single_machine.can_overlap(args.devices) == (gpus >= 2)
-        assert ("nothing can overlap" in single_machine.what_it_shows(args.devices)) == (gpus < 2)
+        assert results.can_overlap(args.devices) == (gpus >= 2)
+        assert ("nothing can overlap" in results.what_it_shows(args.devices)) == (gpus < 2)
         assert list(map(str, settled(tmp_path, "--device", "cpu")[0].devices)) == ["cpu", "cpu"]
     assert list(map(str, settled(tmp_path, "--devices", "cuda:7", "cuda:3")[0].devices)) == ["cuda:7", "cuda:3"]
 
@@ -125,12 +126,29 @@ def test_split_sizes_that_do_not_fit_the_batch(tmp_path):
 
 def test_the_tutorials_arithmetic():
     """From the tutorial's seconds, the shares that it publishes."""
-    told = single_machine.TUTORIAL
+    told = results.TUTORIAL
     seconds = [("single", None, "single_s"), ("mp", None, "model_parallel_s"), ("pp", 12, "split_size_12_s"),
                ("pp", 20, "split_size_20_s")]
     rows = [{"model": model, "split_size": size, "median_s": told[key]} for model, size, key in seconds]
-    for what, number in single_machine.compare_times(rows, split_size=20).items():
+    for what, number in results.compare_times(rows, split_size=20).items():
         assert round(number, 2) == told[what]
+
+
+def test_each_bar_has_its_label(tmp_path, monkeypatch):
+    """The pictures show the rows under their own names."""
+    axes = MagicMock()
+    monkeypatch.setattr(results.report, "picture", lambda *_: nullcontext(axes))
+    args = SimpleNamespace(devices=CPU_TWICE, split_size=3, output_dir=tmp_path, batch_size=5, image_size=33,
+                           num_repeat=1, num_batches=1)
+    rows = [{"split_size": size, "times_s": [seconds]} for size, seconds in ((None, 1.0), (None, 2.0), (3, 4.0),
+                                                                             (5, 8.0))]
+    results.add_averages(rows)
+    results.plot(rows, results.compare_times(rows, 3), args)
+    bars = [(label.splitlines()[0], height) for (labels, heights), _ in axes.bar.call_args_list
+            for label, height in zip(labels, heights, strict=True)]
+    alike = [("single device", 1.0), ("model parallel", 2.0)]
+    assert bars == [*alike, *alike, ("pipelined, split size 3", 4.0)]
+    assert axes.errorbar.call_args.args[:2] == ([3, 5], [4.0, 8.0])
 
 
 # --- the command
@@ -172,57 +190,49 @@ def test_the_documented_command(tmp_path):
     assert not metrics["can_overlap"]
     assert metrics["devices"] == ["cpu", "cpu"]
     assert metrics["device"] == "cpu"
-    assert metrics["tutorial"] == single_machine.TUTORIAL
+    assert metrics["tutorial"] == results.TUTORIAL
     assert metrics["wall_s"] > 0
 
 
 def test_check_passes(tmp_path, capfd):
     """Also where the last micro-batch is smaller."""
-    differences = single_machine.main(
-        ["--check", *SMALL, "--device", "cpu", "--split_sizes", "1", "3", "--output_dir", str(tmp_path)])
-    names = ["model parallel", *(f"pipeline, split size {size}" for size in (1, 2, 3))]
-    assert list(differences) == [f"{name}, {what}" for name in names for what in ("outputs", "gradients")]
-    assert max(differences.values()) < 1e-9
-    assert capfd.readouterr().out.count(" ok\n") == 8
+    differences = single_machine.main(["--check", "--device", "cpu", "--output_dir", str(tmp_path)])
+    assert {"toy model", "data", "weights", "running statistics", "losses", "micro-batches", "times", "clock",
+            "the tutorial's numbers", "table"} <= differences.keys()
+    assert max(differences.values()) <= 1e-10
+    out, err = capfd.readouterr()
+    assert out.count(": ok\n") == len(differences)
+    assert err == ""
+    assert torch.get_default_dtype() == torch.float32
 
 
-def drop_gradients(ret, outputs_of, s_prev):
-    ret.append(outputs_of(s_prev.detach()))  # the first half would not learn
-
-
-def swap_answers(ret, outputs_of, s_prev):
-    ret.insert(0, outputs_of(s_prev))  # in another order than the images
-
-
-@pytest.mark.parametrize(("mistake", "fails"), [(drop_gradients, "gradients"), (swap_answers, "outputs")])
-def test_check_can_fail(mistake, fails, monkeypatch, capfd, tmp_path):
-    """With a ResNet18, which has the same parts."""
-    def forward(self, x):
-        ret = []
-        for split in x.split(self.split_size):
-            mistake(ret, self.second_half, self.first_half(split))
-        return torch.cat(ret)
-
-    monkeypatch.setattr(PipelineParallelResNet50, "forward", forward)
-    models = SimpleNamespace(resnet50=import_torchvision().models.resnet18)
-    monkeypatch.setattr(single_machine, "import_torchvision", lambda: SimpleNamespace(models=models))
-    flags = ["--check", *SMALL, "--device", "cpu", "--split_sizes", "1", "--split_size", "1"]
+def test_a_loss_that_is_not_finite(tmp_path, capfd):
+    """One line and status 1, and no metrics.json with NaN in it."""
+    flags = [*SMALL, "--device", "cpu", "--num_batches", "3", "--lr", "1e30"]
     with pytest.raises(SystemExit) as stop:
         single_machine.main([*flags, "--output_dir", str(tmp_path)])
     assert stop.value.code == 1
-    lines = capfd.readouterr().out.splitlines()
-    verdicts = {line.split(": ")[0]: line.split()[-1] for line in lines if "[check]" in line}
-    assert len(verdicts) == 4
-    for what, verdict in verdicts.items():
-        if "model parallel" in what:
-            assert verdict == "ok"
-        elif what.endswith(fails):
-            assert verdict == "FAIL"
+    err = capfd.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "training has diverged; give a smaller --lr" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_clock_waits_for_the_gpus(tmp_path, monkeypatch):
+    """Kernels may still be in the queue when `train` returns."""
+    events = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda of_half: events.append(str(of_half)))
+    monkeypatch.setattr(single_machine, "train", lambda *_: events.append("train") or [])
+    clock = SimpleNamespace(perf_counter=lambda: events.append("clock") or 0.0)
+    monkeypatch.setattr(single_machine, "time", clock)
+    args = SimpleNamespace(devices=[torch.device("cuda", 0), torch.device("cuda", 1)])
+    single_machine.time_training(None, None, None, args)
+    assert events == ["cuda:0", "cuda:1", "clock", "train", "cuda:0", "cuda:1", "clock"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: both halves are on it, or on two")
 def test_check_on_gpus(tmp_path):
-    assert single_machine.main(["--check", *SMALL, "--device", "cuda", "--output_dir", str(tmp_path)])
+    assert single_machine.main(["--check", "--device", "cuda", "--output_dir", str(tmp_path)])
 
 
 # --- what can go wrong

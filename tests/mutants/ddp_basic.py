@@ -10,7 +10,7 @@ MUTANTS = [
     Mutant("the bare model is called, not DDP", MAIN, "outputs = ddp_model(inputs)",
            "outputs = model(inputs)", check="basic, gradients"),
     Mutant("all ranks have the same samples", DATA, "1000 * args.seed + 1 + rank", "1000 * args.seed + 1",
-           check="samples"),
+           check="samples", program=MAIN),
     Mutant("step forgotten in demo_model_parallel", MAIN,
            "loss_fn(outputs, labels.to(dev1))\n        losses.append(report.require_finite(loss, f\"at step {step}\"))\n"
            "        loss.backward()\n        optimizer.step()\n",
@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant("all ranks are slow", MAIN, "if rank == slow_rank else 0.0", "if slow_rank is not None else 0.0",
            check="skew, who"),
     Mutant("zero_grad forgotten in demo_skew", SKEW, "        optimizer.zero_grad()\n", "",
-           check="skew, gradients"),
+           check="skew, gradients", program=MAIN),
     Mutant("the loss of one rank is reported as that of all", "ddp_basic/results.py",
            "[statistics.fmean(step) for step in zip(*rows, strict=True)]", "rows[0]",
-           check="reported losses"),
+           check="reported losses", program=MAIN),
 ]

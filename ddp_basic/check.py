@@ -1,0 +1,220 @@
+"""The oracle of `main.py`: every step of every demo, held against one process without DDP.
+
+Compared are the samples, losses, gradients, weights and learning rates of each step on each rank,
+what the run reports, and how the checkpoint is written and read. All in float64, in which a mistake
+cannot be taken for rounding: averages of several ranks are summed in another order.
+"""
+
+import statistics
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from common.oracle import Comparison, verdict
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ddp_basic import main as lesson
+
+TOLERANCE = 1e-9
+WHY = "float64 sums in another order"
+LONGEST_DELAY_S = 0.2  # of the slow rank, in a check
+PAUSE_S = 0.3  # before the checkpoint is written or read: who does not wait, fails
+
+
+def check(args):
+    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+    demos = [*lesson.ALL, "skew"] if args.demo == "all" else [args.demo]
+    args.delay = min(args.delay, LONGEST_DELAY_S)
+    return verdict(lesson.run_demo(demos, args, record))
+
+
+class Recorder:
+    """What one rank does in each step, by demo; PyTorch's hooks call it."""
+
+    def __init__(self):
+        self.demo, self.steps, self.loads, self.weights = None, {}, [], []
+        self.step = {}
+
+    def begin(self, demo):
+        """From now on, `demo` runs."""
+        self.demo, self.steps[demo] = demo, []
+
+    def forward(self, module, inputs, output):
+        """After the forward of any module."""
+        if isinstance(module, DDP):
+            self.step["inputs"] = inputs[0].detach().cpu()
+        elif isinstance(module, nn.MSELoss) and torch.is_grad_enabled():
+            self.step["labels"] = inputs[1].detach().cpu()
+            self.step["loss"] = output.item()
+
+    def stepped(self, optimizer, *_):
+        """After any optimizer's step."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.step["gradients"] = [p.grad.detach().cpu().clone() for p in parameters]
+        self.step["weights"] = [p.detach().cpu().clone() for p in parameters]
+        self.step["learning rate"] = [group["lr"] for group in optimizer.param_groups]
+        self.steps[self.demo].append(self.step)
+        self.step = {}
+
+
+def record(rank, world_size, args):
+    """Run the lesson with a recorder; rank 0 returns the findings."""
+    torch.set_default_dtype(torch.float64)
+    recorder, everyone = Recorder(), [None] * world_size
+    path = args.private_path  # rank 0's is the one that counts
+    args.private_path = path if rank == 0 else path.with_name(f"{path.name}.of_rank{rank}")
+    leave, save, load = dist.destroy_process_group, torch.save, torch.load
+
+    def gather_and_leave():
+        dist.all_gather_object(everyone, recorder)
+        recorder.left_behind = path.exists()
+        leave()
+
+    def slow_save(state, file, **options):
+        time.sleep(PAUSE_S if isinstance(file, Path) else 0.0)  # tensors are pickled this way, too
+        save(state, file, **options)
+
+    def slow_load(file, **options):
+        if not isinstance(file, Path):
+            return load(file, **options)
+        time.sleep(PAUSE_S if rank > 0 else 0.0)
+        recorder.loads.append([torch.device(options.get("map_location") or "meta") ==
+                               lesson.device_for(args.device), options.get("weights_only")])
+        return load(file, **options)
+
+    def recorded(demo):
+        honest = lesson.DEMOS[demo]
+
+        def run(*place):
+            recorder.begin(demo)
+            return honest(*place)
+
+        return run
+
+    hooks = [register_module_forward_hook(recorder.forward),
+             register_optimizer_step_post_hook(recorder.stepped)]
+    with (mock.patch.object(dist, "destroy_process_group", gather_and_leave),
+          mock.patch.object(torch, "save", slow_save), mock.patch.object(torch, "load", slow_load),
+          mock.patch.dict(lesson.DEMOS, {demo: recorded(demo) for demo in args.demos})):
+        metrics = lesson.run_worker(rank, world_size, args)
+    for hook in hooks:
+        hook.remove()
+    return compare(metrics, everyone, recorder, args) if rank == 0 else None
+
+
+def samples_of(rank, args):
+    """What this rank should train on."""
+    def draw(seed, *shape):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    inputs = draw(1000 * args.seed + 1 + rank, args.local_batch_size, 10)
+    return inputs, inputs @ draw(args.seed, 10, 5) / 10**0.5
+
+
+def single_process(args):
+    """Train on the samples of all ranks in one batch.
+
+    Returns:
+        For each step, what a rank's recorder has of it, `loss` and `inputs` as lists with one entry
+        for each rank; and the losses of each rank after the last step.
+    """
+    torch.manual_seed(args.seed)
+    first, second = nn.Linear(10, 10), nn.Linear(10, 5)
+    weights = [first.weight, first.bias, second.weight, second.bias]
+    samples = [samples_of(rank, args) for rank in range(args.world_size)]
+    inputs, labels = (torch.cat(of_ranks) for of_ranks in zip(*samples, strict=True))
+
+    def losses_of_ranks():
+        errors = second(first(inputs).clamp(min=0)) - labels
+        return errors.square().mean(dim=1).view(args.world_size, -1).mean(dim=1)
+
+    steps = []
+    for _ in range(args.steps):
+        losses = losses_of_ranks()
+        gradients = torch.autograd.grad(losses.mean(), weights)
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight -= args.lr * gradient
+        steps.append({"samples": samples, "losses": losses.tolist(), "gradients": gradients,
+                      "weights": [weight.detach().clone() for weight in weights]})
+    return steps, losses_of_ranks().tolist()
+
+
+def compare(metrics, everyone, recorder, args):
+    """The findings as a dict, on rank 0; `everyone` has the recorders of all ranks."""
+    ranks = range(args.world_size)
+    findings = Comparison(f"{args.world_size} processes")
+    oracle, last = single_process(args)
+    losses = [*(step["losses"] for step in oracle), last]
+    for demo in args.demos:
+        # Of all ranks, step by step. The demo skew trains twice, without the delay and with it.
+        steps = list(zip(*(one.steps[demo] for one in everyone), strict=False))
+        expected = oracle * (2 if demo == "skew" else 1)
+
+        def of_all(name, steps=steps):
+            return [{f"rank {rank}": of_rank.get(name, []) for rank, of_rank in enumerate(step)}
+                    for step in steps]
+
+        def for_all(name, expected=expected):
+            return [{f"rank {rank}": step[name] for rank in ranks} for step in expected]
+
+        findings.equal(
+            f"{demo}, samples",
+            [{f"rank {rank}": [of_rank.get("inputs", []), of_rank.get("labels", [])]
+              for rank, of_rank in enumerate(step)} for step in steps],
+            [{f"rank {rank}": step["samples"][rank] for rank in ranks} for step in expected],
+            "each rank has samples of its own, from the same seeds")
+        findings.close(f"{demo}, losses", [[s.get("loss", float("nan")) for s in step] for step in steps],
+                       [step["losses"] for step in expected], TOLERANCE, WHY)
+        findings.close(f"{demo}, gradients", of_all("gradients"), for_all("gradients"), TOLERANCE,
+                       WHY + ": the average of the ranks is the gradient of all samples")
+        findings.close(f"{demo}, weights", of_all("weights"), for_all("weights"), TOLERANCE, WHY)
+        findings.equal(f"{demo}, weights on all ranks", of_all("weights"),
+                       [{f"rank {rank}": step[0]["weights"] for rank in ranks} for step in steps],
+                       "held against those of rank 0")
+        findings.equal(f"{demo}, learning rates", of_all("learning rate"),
+                       [{f"rank {rank}": [args.lr] for rank in ranks} for _ in expected], "--lr")
+        if demo == "skew":
+            compare_times(findings, metrics["skew"], args)
+        else:
+            means = [statistics.fmean(step) for step in losses]
+            reported = [metrics[demo][name] for name in ("loss_before", "loss_after")]
+            findings.close(f"{demo}, reported losses", [*map(list, zip(*metrics[demo]["losses_per_rank"], strict=True)),
+                                                        metrics[demo]["losses"], reported],
+                           [*losses, means, [means[0], means[-1]]], TOLERANCE, WHY, unit="row")
+    if "checkpoint" in args.demos:
+        loads = [one.loads for one in everyone]
+        findings.holds("checkpoint, how it is read", loads == [[[True, True]]] * args.world_size,
+                       "each rank reads it once, onto its device and with weights_only; "
+                       f"[onto its device, weights_only] were {loads}")
+        findings.holds("checkpoint, what is left", not recorder.left_behind,
+                       "the file is removed when all have read it")
+    return findings.as_dict()
+
+
+def compare_times(findings, skew, args):
+    """The times of the demo skew: they have bounds only, and medians."""
+    medians = [[statistics.median(end - start for start, end in pairs) for pairs in
+                ([(s, b) for s, b, _ in spans], [(b, e) for _, b, e in spans],
+                 [(s, e) for s, _, e in spans])] for spans in skew["spans"]]
+    findings.equal("skew, reported times", list(zip(*(skew[key] for key in
+                                                      ("compute_s", "wait_s", "step_s")), strict=True)),
+                   medians, "medians of the recorded times", unit="rank")
+    if args.delay < 0.1 or args.world_size == 1:
+        return  # too short to be told from a busy machine
+    slow, fast = args.slow_rank, [rank for rank in range(args.world_size) if rank != args.slow_rank]
+    says = f"a delay of {args.delay:g} s on rank {slow}; ranks compute {skew['compute_s']} s, "
+    says += f"wait {skew['wait_s']} s, take {skew['even_step_s']} s for a step without the delay"
+    findings.holds("skew, who computes for long", skew["compute_s"][slow] >= args.delay
+                   and all(skew["compute_s"][rank] < args.delay for rank in fast), says)
+    findings.holds("skew, who waits", all(skew["wait_s"][rank] > args.delay / 2 for rank in fast)
+                   and skew["wait_s"][slow] < args.delay, says)
+    findings.holds("skew, steps without the delay", max(skew["even_step_s"]) < args.delay, says)
+    ends = [spans[-1][-1] for spans in skew["spans"]]
+    findings.holds("skew, nobody is ahead", min(ends) >= args.steps * args.delay,
+                   f"the ranks were done after {ends} s: all wait for the slow one in each step")

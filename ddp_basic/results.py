@@ -1,0 +1,104 @@
+"""What `main.py` shows: a table for each demo, skew.png, metrics.json, the last line."""
+
+import statistics
+
+import torch
+from common import report
+
+DRAWN_STEPS = 5
+
+
+def loss_on(inputs, labels, model, loss_fn):
+    """The loss of a model as it is.
+
+    Raises:
+        NotFiniteError: if it is not a number any more.
+    """
+    with torch.no_grad():
+        return report.require_finite(loss_fn(model(inputs), labels), "after the last step")
+
+
+def table(demo, rows, args, show):
+    """The metrics of a demo, from a row of each rank; printed on the rank that shows it.
+
+    Args:
+        demo: its name.
+        rows: of `demo_skew` what it returns, of the others the losses before each step and at the
+            end.
+        args: the parsed flags.
+        show: whether this rank prints. Rows that the ranks printed themselves would interleave.
+    """
+    if demo == "skew":
+        return _skew_table(rows, args, show)
+    # All ranks have as many samples: the mean of their means is the mean.
+    losses = [statistics.fmean(step) for step in zip(*rows, strict=True)]
+    if show:
+        _log(f"{demo}: loss {losses[0]:.3f} -> {losses[-1]:.3f} on the samples of all ranks, "
+             f"in {args.steps} steps")
+        _log("  rank   loss on its own")
+        for rank, own in enumerate(rows):
+            _log(f"  {rank:4}    {own[0]:.3f} -> {own[-1]:.3f}")
+    return {"loss_before": losses[0], "loss_after": losses[-1], "losses": losses,
+            "losses_per_rank": rows}
+
+
+def _skew_table(rows, args, show):
+    rows = [{"compute_s": _median((start, backward) for start, backward, _ in row["spans"]),
+             "wait_s": _median((backward, end) for _, backward, end in row["spans"]),
+             "step_s": _median((start, end) for start, _, end in row["spans"]),
+             "even_step_s": _median((start, end) for start, _, end in row["even_spans"]),
+             "spans": row["spans"]} for row in rows]
+    if show:
+        _log(f"skew: rank {args.slow_rank} takes {args.delay:g} s longer over each of "
+             f"{args.steps} steps")
+        _log("  rank   computes   in backward()    a step   a step without the delay")
+        for rank, row in enumerate(rows):
+            _log("  {:4} {compute_s:8.3f} s {wait_s:13.3f} s {step_s:7.3f} s {even_step_s:24.3f} s"
+                 .format(rank, **row))
+    return {key: [row[key] for row in rows] for key in rows[0]}
+
+
+def _median(spans):
+    """Of the lengths of (start, end)."""
+    return statistics.median(end - start for start, end in spans)
+
+
+def _log(text):
+    report.log("rank0", text)
+
+
+def finish(metrics, args):
+    """Write metrics.json, draw skew.png, print the last line; the whole metrics."""
+    metrics = report.save_metrics(args, metrics, metrics["backend"])
+    if "skew" in metrics:
+        plot_skew(metrics["skew"]["spans"], args)
+        step_s, even_step_s = (max(metrics["skew"][key]) for key in ("step_s", "even_step_s"))
+        print(f"skew on {args.world_size} ranks: a step takes {step_s:.3f} s where rank "
+              f"{args.slow_rank} takes {args.delay:g} s longer, {even_step_s:.3f} s where none does")
+        return metrics
+    losses = metrics[args.demos[0]]  # the same in every demo: they train the same weights
+    print(f"{', '.join(args.demos)} on {args.world_size} ranks: "
+          f"loss {losses['loss_before']:.3f} -> {losses['loss_after']:.3f}")
+    return metrics
+
+
+def plot_skew(spans, args):
+    """Draw the first steps of every rank as bars over time.
+
+    Args:
+        spans: of each rank and step: start, start of backward(), end, in seconds.
+        args: the parsed flags.
+    """
+    title = f"Rank {args.slow_rank} loses {args.delay:g} s in each step, and so do all the others"
+    with report.picture(args.output_dir / "skew.png", title, "time (s)", "rank") as axes:
+        for rank, steps in enumerate(spans):
+            computing = [(start, backward - start) for start, backward, _ in steps[:DRAWN_STEPS]]
+            waiting = [(backward, end - backward) for _, backward, end in steps[:DRAWN_STEPS]]
+            for bars, color, label in (
+                (computing, "C0", "forward and extra work"),
+                (waiting, "0.8", "backward(): mostly waiting for the others"),
+            ):
+                axes.broken_barh(bars, (rank - 0.35, 0.7), color=color, edgecolor="white",
+                                 label=label if rank == 0 else None)
+        axes.set_yticks(range(len(spans)))
+        axes.invert_yaxis()

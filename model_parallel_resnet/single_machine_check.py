@@ -1,0 +1,291 @@
+"""`--check` of single_machine.py: all of its trainings, held against torchvision's ResNet50.
+
+The lesson's own `train_toy` and `measure` run, on a few small images and in float64, where a
+mistake cannot be taken for rounding: a warm-up and one repeat of two steps for each model. Time is
+made here: a clock that only the trainings move on, each by another number of seconds. So each
+second in the table is known beforehand. The ResNet has fewer blocks: see check.py.
+
+The other program has its own data, micro-batches, loss, steps, and order of turns. Its ResNet50 is
+not cut, and the statistics of BatchNorm are those of each micro-batch, one after the other.
+"""
+
+import copy
+import functools
+import itertools
+import random
+import statistics
+from types import SimpleNamespace
+
+import torch
+from common import report
+from common.oracle import Comparison, verdict
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from model_parallel_resnet import single_machine as lesson
+from model_parallel_resnet import single_machine_results as results
+from model_parallel_resnet.check import (
+    BECAUSE,
+    CALM,
+    SIDE,
+    TOLERANCE,
+    furthest,
+    short_resnet,
+    state,
+)
+
+FLAGS = {"batch_size": 5, "image_size": SIDE, "num_batches": 2, "num_repeat": 1, "split_size": 3,
+         "split_sizes": [3, 5], "measured_sizes": [3, 5]}
+
+
+def check(args):
+    """Run both programs; the differences."""
+    vars(args).update(FLAGS, lr=args.lr / CALM)
+    report.log(results.ROLE, f"check: float64, {args.batch_size} images of {SIDE}x{SIDE}, split "
+                             f"sizes {args.split_sizes}, 2 rounds of {args.num_batches} steps")
+    usual = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)  # two would wait for each other where the machine is busy
+    try:
+        found = Comparison("the models on two devices", "an unsplit ResNet50")
+        try:
+            hold_toy(found, args)
+            with Recorder(args) as recorder:
+                rows = lesson.measure(args)
+        except Exception as error:
+            found.holds("run", False, f"raised {repr(error)[:200]}")
+            return verdict(found.as_dict())
+        hold_steps(found, recorder.ours, [*recorder.theirs, *recorder.alone])
+        hold_rows(found, rows, recorder, args)
+        hold_numbers(found, rows, args)
+        return verdict(found.as_dict())
+    finally:
+        torch.set_default_dtype(usual[0])
+        torch.set_num_threads(usual[1])
+
+
+# --- one process, one device
+
+
+def toy_losses(args):
+    """The loss of two layers before and after one step of SGD."""
+    torch.manual_seed(args.seed)
+    net1, net2 = torch.nn.Linear(10, 10), torch.nn.Linear(10, 5)
+    x, y = torch.randn(20, 10), torch.randn(20, 5)
+    parameters = [*net1.parameters(), *net2.parameters()]
+    losses = []
+    for _ in range(2):
+        loss = ((net2(net1(x).clamp(min=0)) - y) ** 2).sum() / 100
+        losses.append(loss.item())
+        gradients = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= args.lr * gradient
+    return losses
+
+
+def turns_of(args):
+    """The numbers of the rows in the order of their turns, each with whether it is a warm-up."""
+    for repeat in range(1 + args.num_repeat):
+        order = list(range(2 + len(args.split_sizes)))
+        random.Random(args.seed + repeat).shuffle(order)
+        yield from ((row, repeat == 0) for row in order)
+
+
+def single_process(args):
+    """All trainings with ResNet50s that are not cut.
+
+    Yields:
+        For each step: its row, data, loss, and the state of the model after it.
+    """
+    torch.manual_seed(args.seed)
+    resnet = short_resnet("resnet50", lesson.NUM_CLASSES)
+    images = torch.randn(args.batch_size, 3, SIDE, SIDE)
+    classes = torch.randint(lesson.NUM_CLASSES, (args.batch_size,))
+    targets = torch.nn.functional.one_hot(classes, lesson.NUM_CLASSES).double()
+    device = args.devices[0]
+    images, targets = images.to(device), targets.to(device)
+    models = {"whole": resnet.to(device).train(), "pipeline": copy.deepcopy(resnet).train()}
+    # The single device and the model parallel one train alike; so one of both is enough.
+    known = {0: [], 1: []}
+    for row, _ in turns_of(args):
+        model = models["whole" if row < 2 else "pipeline"]
+        size = args.split_sizes[row - 2] if row > 1 else args.batch_size
+        for _ in range(args.num_batches):
+            if row < 2 and known[row]:
+                yield {**known[row].pop(0), "row": row}
+                continue
+            outputs = torch.cat([model(images[start : start + size])
+                                 for start in range(0, args.batch_size, size)])
+            loss = ((outputs - targets) ** 2).sum() / targets.numel()
+            parameters = list(model.parameters())
+            gradients = torch.autograd.grad(loss, parameters)
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter -= args.lr * gradient
+            step = {"row": row, "data": {"images": images.cpu(), "targets": targets.cpu()},
+                    "loss": loss.item(), "state": state(model),
+                    "names": [name for name, _ in model.named_parameters()]}
+            if row < 2:
+                kept = {**step, "state": copy.deepcopy(step["state"])}
+                known[1 - row].append(kept)
+            yield step
+
+
+# --- the recording
+
+
+class Recorder:
+    """Listens to each step of each training, and gives the lesson another clock."""
+
+    def __init__(self, args):
+        self.args, self.alone = args, single_process(args)
+        self.ours, self.theirs, self.now = [], [], {}
+        self.events, self.turns, self.seconds = [], 0, 0.0
+        self.model = None
+
+    def __enter__(self):
+        self.before = (lesson.train, lesson.synchronize, lesson.time, lesson.import_torchvision)
+        train, synchronize, *_ = self.before
+        short = SimpleNamespace(resnet50=functools.partial(short_resnet, "resnet50"))
+        lesson.import_torchvision = lambda: SimpleNamespace(models=short)
+
+        def recorded_train(model, *others):
+            self.model = model
+            losses = train(model, *others)
+            self.model = None
+            self.turns += 1
+            self.seconds += self.turns  # all trainings take different times
+            self.events.append("train")
+            return losses
+
+        def recorded_synchronize(devices):
+            self.events.append("synchronize")
+            synchronize(devices)
+
+        def perf_counter():
+            self.events.append("clock")
+            return self.seconds
+
+        lesson.train, lesson.synchronize = recorded_train, recorded_synchronize
+        lesson.time = SimpleNamespace(perf_counter=perf_counter)
+        modules = torch.nn.modules.module
+        self.hooks = [modules.register_module_forward_pre_hook(self.before_forward),
+                      register_optimizer_step_post_hook(lambda *_: self.after_step())]
+        return self
+
+    def __exit__(self, *_):
+        (lesson.train, lesson.synchronize, lesson.time, lesson.import_torchvision) = self.before
+        for hook in self.hooks:
+            hook.remove()
+
+    def before_forward(self, module, inputs):
+        """A batch comes to the model, or its outputs to the loss."""
+        if module is self.model:
+            self.now["images"] = inputs[0].detach().cpu().clone()
+        elif isinstance(module, torch.nn.MSELoss):
+            self.now["targets"] = inputs[1].detach().cpu().clone()
+
+    def after_step(self):
+        """Hold the model against the other program."""
+        ours, self.now = {"data": self.now}, {}
+        training, self.model = self.model, None  # what the other program does is not to be heard
+        expected = next(self.alone, None)
+        self.model = training
+        self.now = {}
+        self.ours.append(ours)
+        if expected is None:
+            return
+        theirs, run = {**expected, "weights": {}, "statistics": {}}, state(training)
+        ours |= {"weights": {}, "statistics": {}}
+        names, oracle = expected["names"], theirs.pop("state")
+        furthest(ours["weights"], theirs["weights"],
+                 dict(zip(names, run["weights"], strict=True)),
+                 dict(zip(names, oracle["weights"], strict=True)))
+        norms = [{f"BatchNorm {i}": norm["running"] for i, norm in enumerate(of_model["norms"])}
+                 for of_model in (run, oracle)]
+        furthest(ours["statistics"], theirs["statistics"], *norms)
+        ours["counts"], theirs["counts"] = ([norm["count"] for norm in of_model["norms"]]
+                                            for of_model in (run, oracle))
+        self.theirs.append(theirs)
+
+
+# --- what is held
+
+
+def hold_toy(found, args):
+    """The toy model's losses."""
+    found.close("toy model", lesson.train_toy(args), toy_losses(args), TOLERANCE, BECAUSE, "loss")
+
+
+def hold_steps(found, ours, theirs):
+    """Every step of every training."""
+    def both(key):
+        return [[step.get(key, {}) for step in steps] for steps in (ours, theirs)]
+
+    found.equal("data", *both("data"), "drawn from the same seed")
+    found.close("weights", *both("weights"), TOLERANCE,
+                f"{BECAUSE}; shown are the worst number of each tensor, and its largest")
+    found.close("running statistics", *both("statistics"), TOLERANCE, "of each BatchNorm; as above")
+    found.equal("batches that BatchNorm has seen", *both("counts"), "each micro-batch counts once")
+
+
+def hold_rows(found, rows, recorder, args):
+    """The rows: what they are called, their losses, and their times."""
+    number = 2 + len(args.split_sizes)
+    names = ["single device", "model parallel"] + ["pipeline"] * len(args.split_sizes)
+    pieces = [1, 1, *(-(-args.batch_size // size) for size in args.split_sizes)]
+    found.holds("names of the rows", [row["model"] for row in rows] == names
+                and [row["split_size"] for row in rows] == [None, None, *args.split_sizes],
+                f"{', '.join(names[:3])} with split sizes {args.split_sizes}")
+    found.equal("micro-batches", [row["micro_batches"] for row in rows], pieces,
+                "the batch over the split size, rounded up", "row")
+    losses, times = [[] for _ in range(number)], [[] for _ in range(number)]
+    for step in recorder.theirs:
+        losses[step["row"]].append(step["loss"])
+    for turn, (row, warm_up) in enumerate(turns_of(args), start=1):
+        if not warm_up:
+            times[row].append(float(turn))
+    found.close("losses", [row["losses"] for row in rows], losses, TOLERANCE, BECAUSE, "row")
+    found.equal("times", [row["times_s"] for row in rows], times,
+                "seconds of a clock that only the trainings move on; no warm-up", "row")
+    turn = ["synchronize", "clock", "train", "synchronize", "clock"]
+    found.holds("clock", recorder.events == turn * len(list(turns_of(args))),
+                "read before and after each training, when the devices have nothing left to do")
+
+
+def hold_numbers(found, rows, args):
+    """Averages, the tutorial's four numbers, the table, the last line: of made-up times."""
+    rows = [{**row, "times_s": [base, base + 3.0, base + 0.5], "losses": row["losses"]}
+            for row, base in zip(rows, (4.0, 4.4, 6.0, 2.0), strict=True)]
+    medians = [base + 0.5 for base in (4.0, 4.4, 6.0, 2.0)]
+    means = [base + 3.5 / 3 for base in (4.0, 4.4, 6.0, 2.0)]
+    deviation = statistics.pstdev([0.0, 3.0, 0.5])
+    results.add_averages(rows)
+    found.close("averages", [[row["median_s"], row["mean_s"], row["std_s"]] for row in rows],
+                [[*both, deviation] for both in zip(medians, means, strict=True)], TOLERANCE,
+                "of made-up times", "row")
+    expected = {"model_parallel_slower": medians[1] / medians[0] - 1,
+                "pipeline_faster": medians[0] / medians[2] - 1, "best_split_size": 5,
+                "best_split_faster": medians[0] / medians[3] - 1}
+    numbers = results.compare_times(rows, args.split_size)
+    found.close("the tutorial's numbers", [numbers], [expected], TOLERANCE, "of made-up times",
+                "row")
+    sizes = [[], [], *([size] for size in args.split_sizes)]
+    pieces = [1, 1, *(-(-args.batch_size // size) for size in args.split_sizes)]
+    lines = [[*size, piece, *(round(x, 3) for x in (median, mean, deviation)),
+              round(median / medians[0], 2)]
+             for size, piece, median, mean in zip(sizes, pieces, medians, means, strict=True)]
+    head, *printed = results.table(rows)
+    printed = [[float(word) for word in line.split() if word[0].isdigit()] for line in printed]
+    columns = [head.index(name) for name in (
+        "split size", "micro-batches", "median", "mean", "deviation", "median / single")]
+    found.holds("table's columns", all(a < b for a, b in itertools.pairwise(columns)),
+                "split size, micro-batches, median, mean, deviation, ratio")
+    found.close("table", [dict(enumerate(line)) for line in printed],
+                [dict(enumerate(line)) for line in lines], TOLERANCE, "rounded alike", "row")
+    words = results.last_line(numbers, rows[0]["losses"], args.devices)
+    shown = [f"takes {expected['model_parallel_slower']:+.0%} time",
+             f"pipelined {expected['pipeline_faster']:+.0%} speed",
+             f"size 5 with {expected['best_split_faster']:+.0%} ",
+             f"{rows[0]['losses'][0]:.3f} -> {rows[0]['losses'][-1]:.3f}"]
+    found.holds("last line", all(part in words for part in shown), f"has {'; '.join(shown)}")

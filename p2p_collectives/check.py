@@ -1,0 +1,119 @@
+"""The oracle of `main.py`: what every rank holds before and after each operation.
+
+A single process has the tensors of all ranks as lists of numbers and moves them itself. In the run,
+messages leave late, by more on higher ranks: who reads one without having waited, reads the old
+value.
+"""
+
+from math import prod
+from unittest import mock
+
+import torch.distributed as dist
+from common.launch import launch
+from common.oracle import Comparison, verdict
+
+from p2p_collectives import main as lesson
+from p2p_collectives.messages import recorded
+
+DELAY_S = 0.1  # of messages, for each rank
+
+
+def check(args):
+    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+    return verdict(launch(record, args, lesson.role_name))
+
+
+def record(rank, world_size, args):
+    """Run the lesson; rank 0 returns the findings."""
+    everyone, leave = [None] * world_size, dist.destroy_process_group
+    with recorded(delay=DELAY_S * (rank + 1)) as messages:
+
+        def gather_and_leave():
+            dist.all_gather_object(everyone, messages.not_waited_for())
+            leave()
+
+        with mock.patch.object(dist, "destroy_process_group", gather_and_leave):
+            metrics = lesson.run_worker(rank, world_size, args)
+    return None if rank else compare(metrics, everyone, args)
+
+
+def compare(metrics, not_waited_for, args):
+    """The findings as a dict, on rank 0."""
+    findings = Comparison(f"{args.world_size} processes")
+    oracle = single_process(args.world_size)
+    demos = lesson.DEMOS if args.demo == "all" else [args.demo]
+    ran = {operation["operation"]: operation for operation in metrics["operations"]}
+    expected = [name for demo in demos for name in OPERATIONS[demo]]
+    missing = [name for name in expected if name not in ran]
+    absent = [operation["says"] for operation in ran.values() if "not in " in operation["says"]]
+    findings.holds("operations", len(missing) == len(absent) and not (
+        absent and metrics["backend"] == "gloo"), f"{len(expected)} were expected; not there: "
+        f"{', '.join(missing) or 'none'}; the backend refused: {', '.join(absent) or 'none'}")
+    for name in [name for name in expected if name in ran]:
+        rows, theirs = ran[name]["rows"], oracle[name]
+        if name == "barrier":  # how many were there before it is up to the machine
+            if rows[0][1] is None:
+                continue  # several machines
+            rows = [[None, after] for _, after in rows]
+        findings.equal(name, [side_by_side(row) for row in rows],
+                       [side_by_side(row) for row in theirs], "small whole numbers are exact", "rank")
+    findings.holds("requests", not any(not_waited_for), "of isend and irecv, the ranks did not wait "
+                   f"for {not_waited_for} requests")
+    return findings.as_dict()
+
+
+def side_by_side(row):
+    """Before and after, without what is undefined."""
+    return {name: cell for name, cell in zip(("before", "after"), row, strict=True) if cell is not None}
+
+
+OPERATIONS = {
+    "blocking": ["send, recv"],
+    "nonblocking": ["isend, irecv", "batch_isend_irecv"],
+    "all_reduce": ["all_reduce in [0, 1]"],
+    "collectives": ["broadcast", "scatter", "gather", "reduce SUM", "all_reduce SUM",
+                    "all_reduce PRODUCT", "all_reduce MIN", "all_reduce MAX", "all_reduce AVG",
+                    "all_gather", "reduce_scatter SUM", "all_to_all", "barrier"],
+    "groups": ["all_reduce in evens, odds", "broadcast in evens, odds"],
+}
+
+
+def single_process(size):
+    """What the ranks hold: `{operation: [[before, after] of each rank]}`; None where it is undefined."""
+    ranks = range(size)
+    counts = [[rank + 1] for rank in ranks]  # 1, 2, 3, ...
+    tens = [[10 * rank] for rank in ranks]
+    zeros = [[0] for _ in ranks]
+    ones_and_twos = [[1 + rank % 2] for rank in ranks]
+    everything = [10 * rank for rank in ranks]
+    lists = [[10 * column + row for column in ranks] for row in ranks]
+    matrix = [[10 * row + column for column in ranks] for row in ranks]
+    own_kind = [[other for other in ranks if other % 2 == rank % 2] for rank in ranks]
+
+    def pairs(before, after):
+        return [list(pair) for pair in zip(before, after, strict=True)]
+
+    def reduced(start, operator):
+        return pairs(start, [[operator([number for [number] in start])]] * size)
+
+    return {
+        "send, recv": pairs(zeros, counts),  # each adds one to what it has received
+        "isend, irecv": pairs(zeros, [[1], [1], *zeros[2:]]),
+        "batch_isend_irecv": pairs(zeros, [[size - 1], *([rank - 1] for rank in ranks[1:])]),
+        "all_reduce in [0, 1]": pairs([[1]] * size, [[2], [2], *[[1]] * (size - 2)]),
+        "broadcast": pairs([[10, 20], *[[0, 0]] * (size - 1)], [[10, 20]] * size),
+        "scatter": pairs([everything, *zeros[1:]], tens),
+        "gather": pairs(tens, [everything, *[None] * (size - 1)]),
+        "reduce SUM": pairs(counts, [[sum(range(1, size + 1))], *[None] * (size - 1)]),
+        "all_reduce SUM": reduced(counts, sum),
+        "all_reduce PRODUCT": reduced(ones_and_twos, prod),
+        "all_reduce MIN": reduced(counts, min),
+        "all_reduce MAX": reduced(counts, max),
+        "all_reduce AVG": reduced(counts, lambda numbers: sum(numbers) / size),
+        "all_gather": pairs(tens, [everything] * size),
+        "reduce_scatter SUM": pairs(lists, [[sum(of_rank[rank] for of_rank in lists)] for rank in ranks]),
+        "all_to_all": pairs(matrix, [[row[rank] for row in matrix] for rank in ranks]),
+        "barrier": pairs([None] * size, [[size]] * size),
+        "all_reduce in evens, odds": pairs([[rank] for rank in ranks], [[sum(of)] for of in own_kind]),
+        "broadcast in evens, odds": pairs(tens, [[10 * of[0]] for of in own_kind]),
+    }

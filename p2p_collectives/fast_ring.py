@@ -1,0 +1,105 @@
+"""A ring all-reduce that keeps up with the library's: the rung beyond `ring_chunked`."""
+
+import itertools
+import os
+import socket
+from collections import deque
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+SOCKET_BUFFER_BYTES = 256 * 2**10
+
+
+class RingAllReduce:
+    """`ring_chunked`, as fast as it gets in Python: call it with a contiguous tensor, which is summed in place.
+
+    - Receives are posted before the data come. A message that nobody waits for must first ask where to go.
+    - In the reduce-scatter a chunk travels in segments: while one is added the next one travels, and it is passed on at
+      once. Their buffers are made once, here, and used again in every call.
+    - In the all-gather there is nothing to add: chunks travel whole, straight to their place in the tensor.
+    - `group` may have connections of its own: see `group_with_small_buffers`.
+
+    Args:
+        dtype: of the tensors to come.
+        group: of all ranks; None for the default one.
+        segment_bytes: smaller segments overlap sooner, but each message costs a core about 0.1 ms in Python and gloo.
+        n_buffers: receives posted at a time.
+    """
+
+    def __init__(self, dtype, group=None, segment_bytes=8 * 2**20, n_buffers=2):
+        self.group, self.segment_size = group, segment_bytes // dtype.itemsize
+        self.buffers = [torch.empty(self.segment_size, dtype=dtype) for _ in range(n_buffers)]
+
+    def __call__(self, tensor):
+        """Sum `tensor` over all ranks; all of them end with the same bits, since each chunk is added up only once."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if size == 1:
+            return
+        left, right = (rank - 1) % size, (rank + 1) % size
+        chunks = tensor.view(-1).tensor_split(size)
+        steps = [chunks[rank - step].split(self.segment_size) for step in range(size)]  # what to send, then to add to
+
+        # Where messages land, in the order in which they come: segments in the buffers, in turns, complete chunks in
+        # place. They may land on what we have sent without waiting for that send: a sum contains what we sent.
+        to_add = itertools.chain.from_iterable(steps[1:])
+        landings = deque(buffer[: len(segment)] for buffer, segment in zip(itertools.cycle(self.buffers), to_add))
+        landings.extend(chunks[rank - step] for step in range(size - 1))
+        posted, sends = deque(), []
+
+        def send(piece):
+            sends.append(dist.isend(piece, right, self.group))
+
+        def post_receive():
+            if landings:
+                posted.append((landings[0], dist.irecv(landings.popleft(), left, self.group)))
+
+        def next_arrival():
+            landing, receive = posted.popleft()
+            receive.wait()
+            return landing
+
+        for _ in self.buffers:
+            post_receive()
+        for segment in steps[0]:
+            send(segment)
+        for step, segments in enumerate(steps[1:], start=1):  # reduce-scatter
+            for segment in segments:
+                segment.add_(next_arrival())
+                if step < size - 1:
+                    send(segment)
+                post_receive()  # now that the buffer is free again
+        send(chunks[rank - size + 1])  # all-gather: this chunk is complete
+        for _ in range(size - 2):
+            send(next_arrival())
+            post_receive()
+        next_arrival()
+        for request in sends:
+            request.wait()
+
+
+def group_with_small_buffers():
+    """Make a group of all ranks whose connections hold little data at a time, for ranks on one machine.
+
+    By default several megabytes are on their way from rank to rank inside the kernel, more than a core's cache holds.
+    With 256 KiB the rings were measurably faster, presumably since the receiver finds the data in a cache. Across a
+    network a fast connection needs the large buffers: there, and where there is no /proc, this changes nothing.
+
+    Raises:
+        RuntimeError: if not all ranks call it, after the timeout of the default group.
+    """
+    before = _sockets()
+    group = dist.new_group()
+    dist.barrier(group)  # connected by now
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        for descriptor in _sockets() - before:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                    connection.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BUFFER_BYTES)
+    return group
+
+
+def _sockets():
+    """The descriptors of the sockets of this process; gloo does not tell its own."""
+    return {int(path.name) for path in Path("/proc/self/fd").glob("*") if path.is_socket()}

@@ -1,0 +1,45 @@
+"""What `main.py` shows: a table for each operation, metrics.json, the last line."""
+
+from common import report
+
+
+def finish(metrics, args):
+    """Write metrics.json, print the tables and the last line; the whole metrics.
+
+    Raises:
+        SystemExit: 1 if a rank holds what it should not.
+    """
+    from p2p_collectives.check import single_process  # what each operation should give
+
+    expected = single_process(args.world_size)
+    for operation in metrics["operations"]:
+        known = expected.get(operation["operation"], [[None, None]] * args.world_size)
+        for row, (_, after) in zip(operation["rows"], known, strict=True):
+            row.append(None if row[1] is None else after)
+    device = "cpu" if metrics["backend"] == "gloo" else None  # see run_worker
+    metrics = report.save_metrics(args, metrics, metrics["backend"], device)
+    for operation in metrics["operations"]:
+        show(operation)
+    seen = [operation for operation in metrics["operations"]
+            if any(row[2] is not None for row in operation["rows"])]
+    wrong = [operation["operation"] for operation in seen
+             if any(row[1] != row[2] for row in operation["rows"])]
+    everyone = f"WRONG: {', '.join(wrong)}" if wrong else "every rank holds what it should"
+    print(f"\n{len(seen)} operations on {args.world_size} ranks over {metrics['backend']}: {everyone}")
+    if wrong:
+        raise SystemExit(1)
+    return metrics
+
+
+def show(operation):
+    """Print the table of an operation: a row per rank."""
+    print(f"\n{operation['operation']}: {operation['says']}")
+    rows = [[*("" if cell is None else " ".join(f"{number:g}" for number in cell) for cell in row),
+             "" if row[2] is None else "ok" if row[1] == row[2] else "FAIL"]
+            for row in operation["rows"]]
+    if any(cell for row in rows for cell in row):
+        table = [["before", "after", "expected", ""], *rows]
+        widths = [max(len(row[column]) for row in table) for column in range(4)]
+        for rank, row in enumerate(table, start=-1):
+            cells = "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            print(f"  {'rank' if rank < 0 else rank:>4}   {cells}".rstrip())

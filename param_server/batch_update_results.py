@@ -1,0 +1,98 @@
+"""What `batch_update.py` reports: the metrics, the pictures, the last line."""
+
+import statistics
+import sys
+
+import torch
+from common import report, timeline
+
+SPENT = ("compute", "transfer", "waiting")
+
+
+def peak_memory():
+    """Of this process until now, in bytes."""
+    import resource  # not on Windows, where `common` says in words what to do
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def seconds_of(step_stats):
+    """What an update of a trainer took: in all, and what it was spent on."""
+    seconds = step_stats["ended"] - step_stats["started"]
+    compute, waiting = step_stats["computed"] - step_stats["started"], step_stats["waiting"]
+    return {"seconds": seconds, "compute": compute, "waiting": waiting,
+            "transfer": seconds - compute - waiting}
+
+
+def summary(measured, args):
+    """The metrics of a run.
+
+    Args:
+        measured: what the server returns: of each trainer the `step_stats` of its updates and its
+            `peak_memory`; the server's own; `model_bytes`.
+        args: the parsed flags.
+
+    Returns:
+        `updates` (seconds of the slowest trainer in each), `median_update_s`; `compute`,
+        `transfer`, `waiting` (seconds, mean of the trainers) and `loss` of each update;
+        `bytes_per_update`, of all trainers, both ways; `peak_memory_gb`, of all processes.
+    """
+    trainers = measured["trainers"]
+    updates = list(zip(*(trainer["updates"] for trainer in trainers), strict=True))
+    spent = [[seconds_of(step_stats) for step_stats in update] for update in updates]
+    seconds = [max(of_trainer["seconds"] for of_trainer in update) for update in spent]
+    shares = {what: [statistics.mean(of_trainer[what] for of_trainer in update) for update in spent]
+              for what in SPENT}
+    peak = measured["peak_memory"] + sum(trainer["peak_memory"] for trainer in trainers)
+    return {"updates": seconds, "median_update_s": statistics.median(seconds), **shares,
+            "loss": [statistics.mean(step_stats["loss"] for step_stats in update)
+                     for update in updates],
+            "bytes_per_update": 2 * len(trainers) * measured["model_bytes"],
+            "peak_memory_gb": peak / 1e9}
+
+
+def finish(measured, args):
+    """Write metrics.json, draw, print the last line; the whole metrics."""
+    metrics = {**summary(measured, args), "wall_s": measured["wall_s"]}
+    metrics = report.save_metrics(args, metrics, backend="tensorpipe")
+    plot(metrics, args)
+    spans = dict(measured["spans"])
+    for trainer in measured["trainers"]:
+        spans.update(trainer["spans"])
+    if spans:
+        draw_timeline(spans, args)
+    typical = {what: statistics.median(metrics[what]) for what in SPENT}
+    spent = ", ".join(f"{what} {seconds / sum(typical.values()):.0%}"
+                      for what, seconds in typical.items())
+    report.log("parameter_server", f"an update is {spent}; peak memory of all processes "
+               f"{metrics['peak_memory_gb']:.1f} GB")
+    first, last = metrics["loss"][0], metrics["loss"][-1]
+    print(f"{args.arch}, {args.world_size - 1} trainers: {metrics['median_update_s']:.1f} s per "
+          f"update in the median, {metrics['bytes_per_update'] / 1e6:.0f} MB each; "
+          f"loss {first:.3f} -> {last:.3f}")
+    return metrics
+
+
+def plot(metrics, args):
+    """Draw `batch_update.png`: what every update was spent on."""
+    title = f"{args.arch}, {args.world_size - 1} trainers: what an update is spent on"
+    with report.picture(args.output_dir / "batch_update.png", title, "update",
+                        "seconds, mean of the trainers") as axes:
+        updates = list(range(1, 1 + len(metrics["updates"])))
+        bottom = torch.zeros(len(updates))
+        for what in SPENT:
+            axes.bar(updates, metrics[what], bottom=bottom, label=what)
+            bottom += torch.tensor(metrics[what])
+        axes.set_xticks(updates)
+
+
+def draw_timeline(spans, args):
+    """Draw and write the last two updates, from the moment at which the one before was done."""
+    steps = [span["end"] for span in spans["parameter_server"] if span["kind"] == "step"]
+    began = min(span["start"] for lane in spans.values() for span in lane)
+    window = (steps[-3] if len(steps) > 2 else began, steps[-1])
+    title = f"{args.arch}: the last updates"
+    idle = timeline.save(spans, args.output_dir, title, {"": window})[""]
+    report.log("parameter_server",
+               "idle: " + ", ".join(f"{role} {share:.0%}" for role, share in idle.items()))

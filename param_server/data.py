@@ -1,0 +1,50 @@
+"""The images of each trainer of tutorial 6_6, and those of tutorial 6_8's models."""
+
+import torch
+from common import checkpoint
+from common.cli import given, on_cpu, ranks_here, refuse, require_memory, starts_rank
+from common.data import fetch_data, load_data
+
+
+def get_next_batch(train_set, rank, epoch, args):
+    """Yield the batches of a trainer's own share of the images, in another order in each epoch.
+
+    In the tutorial, every trainer goes through all images: N trainers do N times the work.
+
+    Args:
+        train_set: a `TensorDataset` of images and labels.
+        rank: of the trainer, from 1.
+        epoch: from 0.
+        args: with `seed`, `world_size` and `batch_size`; the last batch may be smaller.
+    """
+    shuffled = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(args.seed))
+    share = shuffled[rank - 1 :: args.world_size - 1]
+    generator = torch.Generator().manual_seed(1_000_000 * args.seed + 1000 * epoch + rank)
+    for batch in share[torch.randperm(len(share), generator=generator)].split(args.batch_size):
+        yield train_set[batch]
+
+
+def require_inputs(args, make_model):
+    """Fetch the images if need be; refuse too many trainers, and a checkpoint that does not fit."""
+    fetch_data(args)
+    if starts_rank(args, 1) and args.world_size - 1 > (n_samples := len(load_data(args)[0])):
+        refuse(f"{given(args, 'world_size')} must be at most {n_samples + 1}: every trainer needs "
+               "an image", rank=1)
+    state = checkpoint.inspect(args, needs=("epochs",), make_model=make_model)
+    if state and state["epochs"] > args.epochs:
+        refuse(f"{given(args, 'epochs')} must be at least {state['epochs']}: the checkpoint has so "
+               "many behind it")
+
+
+def require_sizes(args):
+    """Refuse images and classes of `batch_update.py` that this machine cannot hold."""
+    features, others = {"resnet18": (512, 11_176_512), "resnet50": (2048, 23_508_032)}[args.arch]
+    weights, pixels = others + features * args.num_classes, 3 * args.image_size**2
+    # An image and its noise; a one-hot target, first of integers; on a CPU, what the first layer
+    # and its BatchNorm make of the image, each 64 channels of half the height and width.
+    of_image = 2 * pixels + 3 * args.num_classes
+    of_image += 2 * 64 * (args.image_size // 2) ** 2 if on_cpu(args) else 0
+    # A trainer has a pattern for each class; weights and gradient; the server also the momentum.
+    of_trainer = 2 * weights + args.num_classes * pixels + args.batch_size * of_image
+    numbers = sum(3 * weights if rank == 0 else of_trainer for rank in ranks_here(args))
+    require_memory(args, ["batch_size", "image_size", "num_classes"], 4 * numbers)

@@ -1,0 +1,57 @@
+"""Mistakes in the pipeline over RPC (tutorial 6_7)."""
+
+from tests.mutants import Mutant
+
+MAIN = "model_parallel_resnet/main.py"
+RESULTS = "model_parallel_resnet/results.py"
+SMALL = ("--arch", "resnet18", "--num_splits", "1", "3")
+
+
+def mutant(name, old, new, check, file=MAIN):
+    """All with the smaller model: a check of a few seconds."""
+    return Mutant(name, file, old, new, check=check, flags=SMALL, program=MAIN)
+
+
+MUTANTS = [
+    mutant("split size for split number", "xs.tensor_split(self.num_split)",
+           "xs.split(self.num_split)", "micro-batches"),
+    mutant("micro-batches joined in the wrong order", "torch.cat(wait_all(out_futures))",
+           "torch.cat(wait_all(out_futures)[::-1])", "outputs"),
+    mutant("a plain optimizer, which finds no gradients", "opt.step(context_id)\n",
+           "torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=args.lr).step()\n", "weights"),
+    mutant("parameters of one shard only",
+           "for rref in (self.p1_rref, self.p2_rref)\n", "for rref in (self.p2_rref,)\n", "weights"),
+    mutant("each step twice", "                opt.step(context_id)\n",
+           "                opt.step(context_id)\n                opt.step(context_id)\n", "weights"),
+    mutant("loss summed over micro-batches, not over images",
+           "loss = loss_fn(outputs, labels)\n",
+           "loss = sum(map(loss_fn, outputs.tensor_split(num_split), "
+           "labels.tensor_split(num_split))) / num_split\n", "weights"),
+    mutant("number of splits set only once", "            model.num_split = num_split\n",
+           "            model.num_split = model.num_split or num_split\n", "micro-batches"),
+    mutant("a shard in evaluation mode",
+           "            nn.AdaptiveAvgPool2d((1, 1)))\n",
+           "            nn.AdaptiveAvgPool2d((1, 1))).eval()\n", "running statistics"),
+    mutant("no lock in the first shard",
+           "        x = x_rref.to_here().to(self.device)  # before the lock: it travels while others compute\n"
+           "        with self._lock, measuring",
+           "        x = x_rref.to_here().to(self.device)\n        with measuring",
+           "one micro-batch at a time|running"),
+    mutant("activations detached between the shards",
+           "            out = self.fc(torch.flatten(self.seq(x), 1))\n",
+           "            out = self.fc(torch.flatten(self.seq(x.detach()), 1))\n", "weights|micro-batches"),
+    mutant("weights of the second shard as torch gives them",
+           "args.num_classes)\n        self._init_weights()\n", "args.num_classes)\n", "initial"),
+    mutant("warm-up among the timed batches", "[times[1:] for times", "[times for times", "timed"),
+    mutant("clock read before the backward",
+           "            with dist_autograd.context() as context_id:\n                outputs = model(inputs)\n",
+           "            with dist_autograd.context() as context_id:\n                outputs = model(inputs)\n"
+           "                started = time.time()\n", "timed"),
+    mutant("rows of the table in another order", "zip(args.num_splits, medians, metrics",
+           "zip(args.num_splits[::-1], medians, metrics", "rows", RESULTS),
+    mutant("mean for median", "medians = [statistics.median(", "medians = [statistics.fmean(", "rows",
+           RESULTS),
+    mutant("downsample without its stride",
+           "conv1x1(self.inplanes, planes * self._block.expansion, stride)",
+           "conv1x1(self.inplanes, planes * self._block.expansion)", "layers|error"),
+]
