@@ -22,7 +22,7 @@ from param_server import batch_update_results as results
 
 # ResNet50 magnifies rounding with each update, the more the fewer numbers a BatchNorm sees: with 4
 # images of 32 pixels beyond 1e-9 after 3 updates.
-UPDATES, BATCH_SIZE, IMAGE_SIZE = {"resnet18": 3, "resnet50": 2}, 20, 64  # at most
+UPDATES, BATCH_SIZE, IMAGE_SIZE = {"resnet18": 3, "resnet50": 2}, 20, 40  # at most
 BECAUSE = "double precision; only the order of sums may differ"
 MEETING_S = 10  # that the server waits for the gradients of all trainers, to add them at once
 

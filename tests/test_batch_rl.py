@@ -121,10 +121,10 @@ def test_wait_all_raises_at_once():
 ])
 def test_check_passes(flags, capfd, tmp_path):
     differences = batch_rl.main(["--check", "--output_dir", str(tmp_path), *flags])
-    for run in ("train, plain agent", "compare, fast agent", "compare, plain agent"):
-        assert differences[f"{run}, states"] == differences[f"{run}, actions"] == 0
-        assert differences[f"{run}, gradients"] < 1e-9
-        assert differences[f"{run}, weights"] < 1e-9
+    for which in ("train, plain agent", "compare, fast agent", "compare, plain agent"):
+        assert differences[f"{which}, states"] == differences[f"{which}, actions"] == 0
+        assert differences[f"{which}, gradients"] < 1e-9
+        assert differences[f"{which}, weights"] < 1e-9
     out, err = capfd.readouterr()
     assert out.count(": ok\n") == len(differences) == 37
     assert err == ""
