@@ -15,10 +15,10 @@ demo: .venv/ready
 	$(BIN)/python rpc_rl/main.py --world_size 3
 
 quick: .venv/ready
-	$(BIN)/python -m pytest -m quick -n 2
+	$(BIN)/python -m pytest -m quick
 
 test: .venv/ready
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest
 
 soak: .venv/ready
 	$(BIN)/python -m tests.soak

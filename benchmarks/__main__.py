@@ -48,6 +48,9 @@ HEADLINES = {  # name: (command, what makes it short, the keys that name the row
     "batch_update_tensors": ("param_server/batch_update.py --send tensors",
                              "--arch resnet18 --image_size 32 --world_size 2 --num_updates 2", ()),
     "ddp_rpc_hybrid": ("ddp_rpc_hybrid/main.py", "--epochs 2", ()),
+    "ddp_rpc_hybrid_large": ("ddp_rpc_hybrid/main.py --num_embeddings 1000000 --epochs 20", "--epochs 2", ()),
+    "ddp_rpc_hybrid_sparse": ("ddp_rpc_hybrid/main.py --sparse --num_embeddings 1000000 --epochs 20", "--epochs 2",
+                              ()),
     "ddp_basic": ("ddp_basic/main.py --world_size 2", "--steps 2", ()),
     "ddp_skew": ("ddp_basic/main.py --demo skew --slow_rank 1 --delay 0.5 --timeout 2", "", ()),
     "ddp_skew_even": ("ddp_basic/main.py --demo skew --slow_rank 1 --delay 0 --timeout 2", "", ()),
@@ -63,6 +66,8 @@ HEADLINES = {  # name: (command, what makes it short, the keys that name the row
     "single_machine": ("model_parallel_resnet/single_machine.py", "--batch_size 4 --image_size 33", ("model",)),
     "pipeline": ("model_parallel_resnet/main.py --num_splits 1 2 4 8 --timeline",
                  "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 1", ("num_split",)),
+    "pipeline_schedules": ("-m benchmarks.model_parallel_resnet --num_splits 4",
+                           "--arch resnet18 --image_size 64 --batch_size 8 --num_batches 1", ("way", "num_split")),
 }
 
 
@@ -76,7 +81,7 @@ def scalars(metrics, labels, name=""):
     """
     found = {}
     for key, value in metrics.items():
-        there = f"{name}.{key}" if name else key
+        there = f"{name}.{key}".replace(" ", "_") if name else key.replace(" ", "_")
         if isinstance(value, dict):
             found |= scalars(value, labels, there)
         elif isinstance(value, list) and labels and all(isinstance(row, dict) for row in value):

@@ -19,7 +19,7 @@ from model_parallel_resnet.single_machine_flags import settle
 from tests.helpers import bad, commands_in, run, script, torchrun
 
 MAIN = "model_parallel_resnet/single_machine.py"
-README = "model_parallel_resnet/SINGLE_MACHINE.md"
+README = "model_parallel_resnet/README.md"
 CPU_TWICE = [torch.device("cpu")] * 2
 SMALL = ["--batch_size", "4", "--image_size", "33"]
 PICTURES = ["mp_vs_rn.png", "mp_vs_rn_vs_pp.png", "split_size_tradeoff.png"]
@@ -156,7 +156,7 @@ def test_each_bar_has_its_label(tmp_path, monkeypatch):
 
 def test_the_documented_command(tmp_path):
     """With small flags: the numbers, the pictures, and what this hardware can show."""
-    command = commands_in(README)[0][1:]
+    command = commands_in(README)[1][1:]
     assert command == [MAIN, "--num_repeat", "7"]
     result = run(script(*command, *SMALL, "--device", "cpu", "--num_repeat", 2, "--num_batches", 2), tmp_path,
                  env={**os.environ, "OMP_NUM_THREADS": "1"})
