@@ -76,7 +76,8 @@ def map_of(walk, language, folder):
         here = ", ".join(dict.fromkeys(place(there, folder) for there in outer.values() if there))
         suffix = "_ja" if language == "ja" else ""
         mended, left_out = row.get(f"mended{suffix}", row["mended"]), row.get(f"left_out{suffix}", row["left_out"])
-        notes = ("。" if language == "ja" else "; ").join(filter(None, [mended, left_out and words["left_out"] + left_out]))
+        notes = filter(None, [mended, left_out and words["left_out"] + left_out])
+        notes = ("。" if language == "ja" else "; ").join(notes)
         lines.append(f"| {row['cell']} | {names} | {here} | {notes} |")
     return "\n".join(lines)
 

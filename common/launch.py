@@ -95,7 +95,7 @@ def _start_ranks(run_worker, args, names, folder):
             try:
                 processes = _start(run_worker, args, ranks, init_method, folder)
             except (OSError, EOFError) as error:  # of the fork server too: out of files, of processes, of memory
-                reason = getattr(error, "strerror", None) or "the fork server has ended"
+                reason = getattr(error, "strerror", None) or str(error) or "the fork server has ended"
                 print(f"error: cannot start {_count(len(ranks))}: {reason}", file=sys.stderr, flush=True)
                 raise SystemExit(1) from None
 

@@ -145,6 +145,7 @@ def _start(run_worker, args, *more):
 @pytest.fixture
 def clean(tmp_path, monkeypatch):
     """Temporary files go to a folder of the test, and nothing may be left there, nor in shared memory."""
+    warm_up(tmp_path)  # before: the name of the fork server's socket would be too long there
     monkeypatch.setattr(launching, "_start", _start)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -230,7 +231,6 @@ def launcher(program, folder):
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_fault_of_the_launcher(program, clean, tmp_path):
     """Ctrl-C and SIGTERM: one line, 130. SIGKILL: the ranks notice and clean up."""
-    warm_up(tmp_path)
     signals = {"SIGINT": 130, "SIGTERM": 130, "SIGKILL": -signal.SIGKILL}
     launchers = {name: launcher(program, tmp_path / name) for name in signals}
     pids = {name: [int(pid) for pid in wait_for(tmp_path / name / "pids").split()] for name in signals}
