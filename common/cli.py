@@ -14,6 +14,7 @@ import torch.distributed as dist
 from common.worker_env import address_of
 
 LARGEST_SEED = 2**31 - 1  # of which a few thousand seeds of generators are made, which must stay below 2**63
+LARGEST_LR = 1e30  # Adam divides it by numbers below 1, and the result must be a float32
 LARGEST_INT = 2**63 - 1  # that tensors and their libraries can hold
 MOST_PROCESSES = 2**16  # on all machines together
 SHORTEST_S = 0.01  # below it, some libraries round to 0, and take that for "for ever"
@@ -97,6 +98,8 @@ class Parser(PlainParser):
             require_processes(f"--world_size {args.world_size}", args.world_size or 1)
         if self.distributed and args.rank is None and args.master_addr is not None:
             refuse(f"--master_addr {args.master_addr} requires --rank R: it is for a manual launch, rank by rank")
+        if getattr(args, "lr", 0) > LARGEST_LR:
+            refuse(f"--lr {args.lr:g} must be at most {LARGEST_LR:g}")
         if args.device == "cuda" and not torch.cuda.is_available():
             refuse("--device cuda needs a GPU, and torch sees none here; give auto or cpu", None)
         if getattr(args, "resume", False) and args.checkpoint is None:

@@ -26,7 +26,7 @@ import time
 import traceback
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing import connection, forkserver, reduction, resource_tracker
+from multiprocessing import connection, current_process, forkserver, reduction, resource_tracker, util
 from pathlib import Path
 
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from common.report import NotFiniteError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 IMPORT_S = 8.0  # a tight --timeout is not for the seconds in which another terminal imports torch
+LONGEST_TEMPDIR = 70  # bytes: the name of a Unix socket has 107, of which 32 come after the folder
 STOP_GRACE_S = 3.0  # a process that SIGTERM has not ended by then gets SIGKILL
 # What every worker imports, the last one when it makes its first optimizer. The fork server does so once for all.
 PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo"]
@@ -190,6 +191,10 @@ def _start(run_worker, args, ranks, init_method, folder):
 
 def _start_fork_server(run_worker):
     """Unless it is there already: a later launch of this Python process costs only the forks."""
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPDIR and "tempdir" not in current_process()._config:
+        # The name of its socket would be too long for the system.
+        folder = current_process()._config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
     main = getattr(sys.modules["__main__"], "__file__", None)
     modules = [*PRELOAD, run_worker.__module__, "common.preload"]
     os.environ[worker_env.MAIN_PATH] = main if main and run_worker.__module__ == "__main__" else ""
@@ -381,7 +386,7 @@ def _be_one_rank(run_worker, args, names):
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    threading.Thread(target=_beat, args=(rank, folder, None, args), daemon=True).start()
+    threading.Thread(target=_beat, args=(rank, folder, None, args, beside), daemon=True).start()
     try:
         result = run_worker(rank, args.world_size, args)
         beside.stdin.write(b"left")
@@ -408,7 +413,7 @@ def _start_beside(rank, args, names, folder, peers, neighbours):
 # --- in every rank
 
 
-def _beat(rank, folder, launcher, args):
+def _beat(rank, folder, launcher, args, beside=None):
     """Say every second that this process lives, and end it when its launcher is gone or has found a rank to blame."""
     parent = os.getppid()
     while True:
@@ -416,7 +421,8 @@ def _beat(rank, folder, launcher, args):
             (folder / f"beat{rank}").touch()
         if launcher is None:  # torchrun's
             time.sleep(watch.BEAT_S)
-            gone = os.getppid() != parent
+            unwatched = beside.poll() is not None and not beside.stdin.closed and not (folder / "verdict").exists()
+            gone = os.getppid() != parent or unwatched
         else:
             gone = bool(connection.wait([launcher], watch.BEAT_S))
         if gone:

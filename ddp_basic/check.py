@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from common.oracle import Comparison, verdict
+from common.session import device_for
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -84,7 +85,7 @@ def record(rank, world_size, args):
             return load(file, **options)
         time.sleep(PAUSE_S if rank > 0 else 0.0)
         recorder.loads.append([torch.device(options.get("map_location") or "meta") ==
-                               lesson.device_for(args.device), options.get("weights_only")])
+                               device_for(args.device), options.get("weights_only")])
         return load(file, **options)
 
     def recorded(demo):

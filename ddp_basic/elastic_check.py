@@ -15,6 +15,7 @@ import torch.distributed as dist
 from common.data import load_data
 from common.launch import launch
 from common.oracle import Comparison, verdict
+from common.session import device_for
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -110,7 +111,7 @@ def single_process(args):
         For each step what the recorders have of it, with an entry for each rank in `images`,
         `labels` and `losses`; the history of the epochs.
     """
-    device = lesson.device_for(args.device)
+    device = device_for(args.device)
     (images, labels), (test_images, test_labels) = (
         [tensor.to(device) for tensor in half.tensors] for half in float64(args))
     # The initial weights are the lesson's, in the order in which its layers draw them.

@@ -21,6 +21,8 @@ from p2p_collectives import ring_allreduce as lesson
 from p2p_collectives.fast_ring import RingAllReduce
 from p2p_collectives.messages import recorded
 
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
+
 REPEATS = 3
 LOSES_S = (0.6, 0.0, 0.05, 0.4)  # in each round: the first one warms up, and must not count
 CLOSE_S = 0.06  # which a reported time may be longer than the recorded one, on a busy machine
@@ -69,7 +71,7 @@ def record(rank, world_size, args):
             return {name: recording(name, ring, counts) for name, ring in rungs.items()}
 
         def measure_all(rank, world_size, args):
-            for dtype in lesson.DTYPES:
+            for dtype in DTYPES:
                 flags = Namespace(**{**vars(args), "dtype": dtype})
                 rows[dtype] = honest_measure(rank, world_size, flags)
             dist.all_gather_object(everyone, [calls, messages.not_waited_for()])
@@ -88,7 +90,7 @@ def single_process(args):
     """The sum of all ranks, `{dtype: {bytes: tensor}}`."""
     return {name: {size: sum(numbers_of(rank, size // dtype.itemsize, dtype, args.seed)
                              for rank in range(args.world_size)) for size in args.sizes}
-            for name, dtype in lesson.DTYPES.items()}
+            for name, dtype in DTYPES.items()}
 
 
 def messages_of(name, rank, world_size, n_elements, itemsize):
@@ -110,7 +112,7 @@ def compare(rows, everyone, args):
     oracle, ranks = single_process(args), range(args.world_size)
     calls = [of_rank for of_rank, _ in everyone]
     for name in ("all_reduce", *RINGS):
-        for dtype, torch_dtype in lesson.DTYPES.items():
+        for dtype, torch_dtype in DTYPES.items():
             mine = [[call for call in of_rank if (call["name"], call["dtype"]) == (name, dtype)]
                     for of_rank in calls]
             sums = [{f"rank {rank}": call["sum"] for rank, call in enumerate(of_all)}

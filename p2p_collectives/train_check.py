@@ -19,6 +19,7 @@ from common import checkpoint
 from common.data import load_data
 from common.launch import launch
 from common.oracle import Comparison, verdict
+from common.session import device_for
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
@@ -162,7 +163,7 @@ def single_process(args):
         For each step what the recorders have of it, with an entry for each rank in `images`,
         `labels` and `losses`; for each epoch what is reported; the number of samples.
     """
-    device = lesson.device_for(args.device)
+    device = device_for(args.device)
     (images, labels), (test_images, test_labels) = (
         [tensor.to(device) for tensor in half.tensors] for half in float64(args))
     torch.manual_seed(args.seed)  # the initial weights, in the order in which the layers draw them

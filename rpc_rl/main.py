@@ -116,9 +116,8 @@ class Agent:
         for ob_rank in range(1, world_size):
             ob_info = rpc.get_worker_info(OBSERVER_NAME.format(ob_rank))
             self.ob_rrefs[ob_info.id] = remote(ob_info, self.observer)
-            # Each observer's environment has a seed of its own, the weights have another one.
-            generator = torch.Generator().manual_seed(1000 * args.seed + ob_info.id)
-            self.generators[ob_info.id] = generator
+            seed = 1000 * args.seed + ob_info.id  # of the environment: others for each observer
+            self.generators[ob_info.id] = torch.Generator().manual_seed(seed)
 
     def select_action(self, ob_id, state):
         """Called by an observer over RPC: a state, 4 numbers, to an action, 0 or 1."""
@@ -142,8 +141,8 @@ class Agent:
             seed = torch.randint(2**31, (), generator=self.generators[ob_id]).item()
             # Asynchronous: the observers play together. Each calls back: a nested RPC. No timeout:
             # an episode takes as long as it takes, and each call within it has a timeout.
-            fut = ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref, self.n_steps, seed)
-            futs.append(fut)
+            observer = ob_rref.rpc_async(timeout=0)
+            futs.append(observer.run_episode(self.agent_rref, self.n_steps, seed))
         self.terminated = dict(zip(self.ob_rrefs, wait_all(futs), strict=True))
 
     def log_probs(self):

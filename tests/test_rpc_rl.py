@@ -297,6 +297,7 @@ def test_two_terminals(free_port, tmp_path):
     *(bad("--world_size", value, says=("--world_size", value, "at least 2")) for value in ("0", "1", "-3", "two")),
     *(bad("--gamma", value, says=("--gamma", value, "at most 1")) for value in ("1.5", "nan", "-0.1")),
     *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "inf")),
+    bad("--lr", "1e38", says=("--lr 1e+38", "at most 1e+30")),
     bad("--agent", "slow", says=("--agent", "slow", "plain")),
     bad("--agent", "plain", "--checkpoint", "run.pt", says=("--checkpoint", "--agent fast")),
     bad("--world_size", "12", says=("--reward_threshold 475", "454 steps", "--world_size 12", "5000")),
