@@ -12,14 +12,17 @@ launch.PRELOAD.append("tests.preload")  # once for all tests, not once in each w
 LONG = ("test_machines.py", "test_faults.py")  # two workers take a file each; the long ones must not come last
 
 
-QUICK = re.compile(r"test_(elastic_)?(check_passes|check_of_the|bad_input)")  # each oracle once, and what is refused
+QUICK = re.compile(
+    r"test_bad_input|test_flags_exist|test_the_table|test_rpc_is|test_a_|test_the_(oracle|walk|lesson)")
+QUICK_ORACLES = ("test_rpc_rl.py", "test_ddp_rpc_hybrid.py", "test_rpc_rnn.py", "test_p2p_collectives.py")  # the fast ones
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the longest files; mark what `make quick` runs."""
+    """Begin with the longest files; mark what `make quick` runs: all refusals, some oracles, the pages."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     for item in items:
-        if QUICK.match(item.name) or item.path.name == "test_docs.py":
+        oracle = item.name == "test_check_passes" and item.path.name in QUICK_ORACLES
+        if QUICK.match(item.name) or oracle or item.path.name in ("test_docs.py", "test_oracle.py"):
             item.add_marker("quick")
 
 

@@ -261,7 +261,10 @@ def test_timeout_is_told_in_words(tmp_path, capfd):
 def test_killed(tmp_path):
     """A rank that dies is not taken for a slow one."""
     command = script(MAIN, "--demo", "skew", "--slow_rank", 1, "--delay", 0.1, "--steps", 1000)
-    with running(command, tmp_path, until="skew: rank 1 takes 0.1 s longer") as process:
+    with running(command, tmp_path) as process:
+        while len(workers(process)) < 2:
+            time.sleep(0.1)
+        time.sleep(3)  # it will train for 100 s
         os.kill(workers(process)[1], signal.SIGKILL)
         _, err = end(process)
         assert process.returncode == 1

@@ -150,7 +150,7 @@ def test_a_plain_optimizer_does_nothing(monkeypatch, capfd, tmp_path):
 
 def test_a_training_that_diverges(capfd, tmp_path):
     with pytest.raises(SystemExit) as stop:
-        rpc_rnn.main([*SHORT, "--optimizer", "sgd", "--lr", "1e38", "--output_dir", str(tmp_path)])
+        rpc_rnn.main([*SHORT, "--optimizer", "sgd", "--lr", "1e30", "--output_dir", str(tmp_path)])
     assert stop.value.code == 1
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
