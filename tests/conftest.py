@@ -12,9 +12,10 @@ launch.PRELOAD.append("tests.preload")  # once for all tests, not once in each w
 LONG = ("test_machines.py", "test_faults.py")  # two workers take a file each; the long ones must not come last
 
 
-QUICK = re.compile(
-    r"test_bad_input|test_flags_exist|test_the_table|test_rpc_is|test_a_|test_the_(oracle|walk|lesson)")
-QUICK_ORACLES = ("test_rpc_rl.py", "test_ddp_rpc_hybrid.py", "test_rpc_rnn.py", "test_p2p_collectives.py")  # the fast ones
+QUICK = re.compile(r"test_bad_input|test_flags_exist|test_the_table|test_rpc_is|test_a_|"
+                   r"test_the_(oracle|walk|lesson)")
+QUICK_ORACLES = ("test_rpc_rl.py", "test_ddp_rpc_hybrid.py", "test_rpc_rnn.py",
+                 "test_p2p_collectives.py")  # the fast ones
 
 
 def pytest_collection_modifyitems(items):
