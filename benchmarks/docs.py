@@ -52,6 +52,8 @@ def number(what, language):
         return NOT_MEASURED
     (low, high), form = results["range"][key], form[0] if form else ".3g"
     median, low, high = (format(value, form) for value in (results["median"][key], low, high))
+    if len(results["runs"]) == 1:
+        return f"{median}（1回）" if language == "ja" else f"{median} (1 run)"
     if low == high:
         return median
     return f"{median}（{low}〜{high}）" if language == "ja" else f"{median} ({low} to {high})"
