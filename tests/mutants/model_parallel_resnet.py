@@ -22,7 +22,7 @@ MUTANTS = [
     mutant("parameters of one shard only",
            "for rref in (self.p1_rref, self.p2_rref)\n", "for rref in (self.p2_rref,)\n", "weights"),
     mutant("each step twice", "                opt.step(context_id)\n",
-           "                opt.step(context_id)\n                opt.step(context_id)\n", "weights"),
+           "                opt.step(context_id)\n                opt.step(context_id)\n", "weights|error"),
     mutant("loss summed over micro-batches, not over images",
            "loss = loss_fn(outputs, labels)\n",
            "loss = sum(map(loss_fn, outputs.tensor_split(num_split), "
