@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import Popen as WarmPopen
+
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 100  # for one command; a test's own limit is in pyproject.toml
 
@@ -48,19 +50,26 @@ def commands_in(readme, start="python "):
     return [shlex.split(line, comments=True) for line in lines if line.startswith(start)]
 
 
-def run(command, folder, **options):
-    """Run a command to its end in `folder`."""
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, **options)
+def run(command, folder, cold=False, **options):
+    """Run a command to its end in `folder`; `cold`: with a Python that is started anew, not forked."""
+    start = subprocess.Popen if cold else WarmPopen
+    with start(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @contextlib.contextmanager
-def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
+def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cold=False):
     """Start a command in a session of its own, wait until a line of its output matches `until`, and yield it.
 
-    Its temporary files go to `folder/tmp`, so that a test can see whether any is left.
+    Its temporary files go to `folder/tmp`, so that a test can see whether any is left. For `cold` see `run`.
     """
     (folder / "tmp").mkdir(exist_ok=True)
-    process = subprocess.Popen(
+    process = (subprocess.Popen if cold else WarmPopen)(
         command, cwd=folder, stdout=stdout, stderr=stderr, text=True, start_new_session=True,
         env={**os.environ, "TMPDIR": str(folder / "tmp")},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
@@ -98,7 +107,8 @@ def descendants(pid):
 def workers(process):
     """Process ids of the started ranks, rank 0 first: children of the fork server, or of the launcher itself."""
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(process.pid)}
-    servers = [pid for pid, command in commands.items() if "forkserver" in command]
+    servers = [pid for pid, command in commands.items()
+               if "forkserver" in command + Path(f"/proc/{pid}/comm").read_text()]
     return children(servers[0]) if servers else [pid for pid, command in commands.items() if "spawn_main" in command]
 
 

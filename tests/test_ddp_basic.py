@@ -53,7 +53,7 @@ def ranks_of(process):
 @contextlib.contextmanager
 def running_torchrun(command, folder, until=None):
     """`running` for torchrun, whose ranks are sessions of their own; at the end nothing of it may be left."""
-    with running(command, folder, until) as process:
+    with running(command, folder, until, cold=True) as process:
         try:
             yield process
         finally:

@@ -333,6 +333,7 @@ def wait_for_worker(run, rank, way, folder):
                 return started_by  # by itself: it is the rank
             if started_by == run.pid:
                 return workers(run)[0]
+        assert run.poll() is None, run.communicate()
         time.sleep(0.1)
     raise AssertionError("no rank has started")
 
@@ -340,7 +341,7 @@ def wait_for_worker(run, rank, way, folder):
 @pytest.mark.parametrize("fault", ["SIGINT", "SIGTERM twice", "SIGTERM and a frozen rank", "SIGKILL"])
 def test_fault_of_a_real_launcher(fault, tmp_path):
     """Ctrl-C goes to all processes of a terminal; `timeout` sends SIGTERM twice; a killed one cannot clean up."""
-    with running(script("rpc_rl/main.py"), tmp_path, until="episode 10 ") as run:
+    with running(script("rpc_rl/main.py"), tmp_path, until="episode 10 ", cold=True) as run:
         if "frozen" in fault:
             os.kill(workers(run)[2], signal.SIGSTOP)
         for _ in range(2 if "twice" in fault else 1):
@@ -361,7 +362,7 @@ def test_interrupted_while_starting(children, method, tmp_path):
     """A signal after each of the children has appeared: the resource tracker, the fork server, the ranks."""
     command = script("ddp_basic/main.py", "--world_size", 3, "--demo", "basic", "--steps", 10_000_000,
                      "--start_method", method)
-    with running(command, tmp_path) as run:
+    with running(command, tmp_path, cold=True) as run:
         deadline = time.monotonic() + 60
         while len(descendants(run.pid)) < children:
             assert run.poll() is None

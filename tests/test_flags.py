@@ -596,7 +596,7 @@ for path in sys.argv[1:]:
 
 def test_windows_is_refused_in_words(tmp_path):
     paths = [str(ROOT / f"{name.replace('.', '/')}.py") for name in PROGRAMS]
-    result = run([sys.executable, "-c", WINDOWS, *paths], tmp_path)
+    result = run([sys.executable, "-c", WINDOWS, *paths], tmp_path, cold=True)
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert len(lines) == len(paths)
@@ -609,7 +609,7 @@ def test_windows_ends_in_one_line(tmp_path):
     """The first program of the README, as a process of its own."""
     start = ("import gymnasium, runpy, sys, torch; sys.platform = 'win32'; "
              f"runpy.run_path({str(ROOT / 'rpc_rl/main.py')!r}, run_name='__main__')")
-    result = run([sys.executable, "-c", start], tmp_path)
+    result = run([sys.executable, "-c", start], tmp_path, cold=True)
     assert result.returncode == 2
     assert result.stdout == ""
     one_line(result.stderr)

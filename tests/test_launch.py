@@ -183,7 +183,7 @@ if __name__ == "__main__":
 
 def test_a_second_launch_costs_only_the_fork(tmp_path):
     (tmp_path / "two.py").write_text(TWO_LAUNCHES)
-    result = run([sys.executable, str(tmp_path / "two.py"), str(tmp_path)], tmp_path)
+    result = run([sys.executable, str(tmp_path / "two.py"), str(tmp_path)], tmp_path, cold=True)
     first, second, third = map(float, result.stdout.split())
     assert min(second, third) < first / 4  # a fiftieth, if nothing else is going on
 
@@ -258,7 +258,7 @@ def test_threads_under_torchrun(setting, expected, tmp_path):
     """Torchrun sets OMP_NUM_THREADS to 1 by itself: that is not the user's wish, but a user's 1 is."""
     (tmp_path / "threads.py").write_text(THREADS)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    result = run(torchrun(2, tmp_path / "threads.py"), tmp_path,
+    result = run(torchrun(2, tmp_path / "threads.py"), tmp_path, cold=True,
                  env={**environment, **({"OMP_NUM_THREADS": setting} if setting else {})})
     assert result.stdout.split() == ["threads", str(expected)] * 2, result.stderr
 

@@ -235,7 +235,8 @@ def test_readme_command(tmp_path):
     """The first command of the README, with less to do, and sizes that do not divide."""
     command = commands_in("model_parallel_resnet/README.md")[0]
     assert command[1] == MAIN
-    result = run(script(*command[1:], *SMALL, "--num_splits", 1, 3, "--num_batches", 2, "--timeline"), tmp_path)
+    result = run(script(*command[1:], *SMALL, "--num_splits", 1, 3, "--num_batches", 2, "--timeline"), tmp_path,
+                 cold=True)
     assert (result.returncode, result.stderr) == (0, "")
     metrics = rows_of(tmp_path, "model_parallel_resnet")
     assert [row["num_split"] for row in metrics["rows"]] == [1, 3]

@@ -64,7 +64,7 @@ def fails(main, folder, *given):
 
 def test_demos(tmp_path):
     """The README's first command."""
-    result = run(script(*commands_in(README)[0][1:]), tmp_path)
+    result = run(script(*commands_in(README)[0][1:]), tmp_path, cold=True)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert result.stdout.splitlines()[-1] == "19 operations on 4 ranks over gloo: every rank holds what it should"

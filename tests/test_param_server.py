@@ -214,7 +214,7 @@ def test_loss_that_is_not_finite(capfd, tmp_path):
 def test_it_learns(tmp_path):
     """The README's command, with a quarter of its epochs, and smaller batches."""
     flags = ["--epochs", "5", "--batch_size", "16", "--lr", "0.04"]
-    result = run([*script(*commands_in("param_server/README.md")[0][1:]), *flags], tmp_path)
+    result = run([*script(*commands_in("param_server/README.md")[0][1:]), *flags], tmp_path, cold=True)
     assert (result.returncode, result.stderr) == (0, "")
     metrics = json.loads((tmp_path / "outputs/param_server/metrics.json").read_text())
     assert metrics["test_accuracy"] > 0.92

@@ -266,7 +266,7 @@ def test_resume_continues_as_if_never_stopped(trained, tmp_path):
 def test_torchrun(monkeypatch, tmp_path):
     """The number of processes is torchrun's, not the default of 3."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # where torchrun leaves a folder behind
-    result = run(torchrun(2, MAIN, "--max_episodes", "2", "--log_interval", "1"), tmp_path)
+    result = run(torchrun(2, MAIN, "--max_episodes", "2", "--log_interval", "1"), tmp_path, cold=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("not solved in 2 episodes") == 1
     metrics = json.loads((tmp_path / "outputs/rpc_rl/metrics.json").read_text())
@@ -281,8 +281,8 @@ def terminal(rank, port, *flags):
 
 def test_two_terminals(free_port, tmp_path):
     agent, observer = (terminal(rank, free_port, "--max_episodes", 2) for rank in (0, 1))
-    with running(observer, tmp_path) as observer:
-        result = run([*agent, "--output_dir", tmp_path / "agent"], tmp_path)
+    with running(observer, tmp_path, cold=True) as observer:
+        result = run([*agent, "--output_dir", tmp_path / "agent"], tmp_path, cold=True)
         assert (result.returncode, result.stderr) == (0, "")
         assert "not solved in 2 episodes" in result.stdout
         out, err = end(observer)

@@ -168,7 +168,7 @@ def test_no_perplexity(val_loss):
 
 
 def test_it_learns(tmp_path):
-    result = run(script(MAIN, "--epochs", 3, "--batch_size", 60, "--lr", 0.01), tmp_path)
+    result = run(script(MAIN, "--epochs", 3, "--batch_size", 60, "--lr", 0.01), tmp_path, cold=True)
     assert (result.returncode, result.stderr) == (0, "")
     metrics = json.loads((tmp_path / "outputs/rpc_rnn/metrics.json").read_text())
     assert metrics["initial_val_loss"] == pytest.approx(math.log(10), rel=0.02)

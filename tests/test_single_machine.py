@@ -159,7 +159,7 @@ def test_the_documented_command(tmp_path):
     command = commands_in(README)[1][1:]
     assert command == [MAIN, "--num_repeat", "7"]
     result = run(script(*command, *SMALL, "--device", "cpu", "--num_repeat", 2, "--num_batches", 2), tmp_path,
-                 env={**os.environ, "OMP_NUM_THREADS": "1"})
+                 cold=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""  # a normal run prints no warning
     lines = result.stdout.splitlines()

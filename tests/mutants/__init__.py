@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests import warm
+
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 100  # for one mutant
 NOT_COPIED = shutil.ignore_patterns(".*", "outputs", "docs", "__pycache__", "*.egg-info")
@@ -75,8 +77,8 @@ class Mutant:
 
 def _run(command, folder, environ):
     """The status and output of a command; a mistake that hangs has the status 1 of what is caught by a limit."""
-    process = subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, start_new_session=True)
+    process = warm.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
         return process.returncode, output

@@ -1,0 +1,254 @@
+"""Run Python programs without the seconds of their imports: a process that has imported torch forks them.
+
+A test that starts a program would spend most of its time on importing torch: once in the launcher, once in the fork
+server or in each rank of torchrun. `Popen` here is subprocess's, except that the new process is a fork of one server,
+which has imported what the lessons need from elsewhere, and nothing of this repository. The program is executed as
+`python script.py` would: as `__main__`, with its own arguments, environment, working folder and session.
+
+What a fork does not show, such as how a fresh interpreter starts, the tests of tests/test_launch.py and one command per
+lesson show with `subprocess.Popen` itself (`cold=True` in tests/helpers.py).
+"""
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing import util
+from pathlib import Path
+
+PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch.distributed.run", "torch._dynamo",
+           "gymnasium", "matplotlib.figure", "matplotlib.backends.backend_agg", "sklearn.datasets",
+           "sklearn.model_selection"]
+CLONE_NEWNET = 0x40000000  # of sched.h
+PR_SET_NAME = 15  # of prctl.h
+
+
+class Popen(subprocess.Popen):
+    """A program that is forked; see `subprocess.Popen` for everything else."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
+                       shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others):
+        start_new_session = others[5]  # after restore_signals, gid, gids, uid, umask
+        args, streams = list(map(str, args)), (p2cread, c2pwrite, errwrite)
+        namespace = args[3] if args[:3] == ["ip", "netns", "exec"] else None
+        _, *argv = args[4:] if namespace else args  # the first is this Python
+        request = {"argv": argv, "environ": dict(os.environ if env is None else env), "namespace": namespace,
+                   "folder": str(cwd or os.getcwd()), "session": start_new_session}
+        self._life = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._life.connect(_address())
+        descriptors = [default if stream == -1 else stream for default, stream in enumerate(streams)]
+        socket.send_fds(self._life, [json.dumps(request).encode()], descriptors)
+        self.pid = int(self._life.recv(100))
+        self._child_created = True
+        for stream in {*streams} - {-1}:
+            os.close(stream)
+
+    def _internal_poll(self, _deadstate=None):
+        return super()._internal_poll(_deadstate, lambda _, wait_flags: self._try_wait(wait_flags))
+
+    def _try_wait(self, wait_flags):
+        self._life.setblocking(wait_flags != os.WNOHANG)
+        try:
+            word = self._life.recv(100)
+        except BlockingIOError:
+            return 0, 0
+        self._life.close()
+        return self.pid, int(word or -1)
+
+
+@functools.cache
+def _address():
+    """Start the server of this process, which ends with it."""
+    address = f"/tmp/warm-{os.getpid()}"
+    environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # read while torch is imported; the launcher sets it later
+    server = subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              env=environ, start_new_session=True)
+    assert server.stdout.read(1)
+    atexit.register(server.stdin.close)
+    return address
+
+
+def serve(address):
+    """Fork a process for each request and say how it ends. Returns only in the forked processes, with the request."""
+    ended, wakeup = socket.socketpair()
+    for end in (ended, wakeup):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakeup.fileno())
+    lives = {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, selectors.DefaultSelector() as selector:
+        listener.bind(address)
+        listener.listen()
+        for readable in (listener, ended, sys.stdin):
+            selector.register(readable, selectors.EVENT_READ)
+        os.write(1, b".")
+        while True:
+            ready = [key.fileobj for key, _ in selector.select()]
+            if sys.stdin in ready:
+                os.unlink(address)
+                os._exit(0)
+            if ended in ready:
+                ended.recv(4096)
+                with contextlib.suppress(ChildProcessError):
+                    while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                        with contextlib.suppress(OSError), lives.pop(found[0]) as life:
+                            life.send(str(found[1]).encode())
+            if listener in ready:
+                life, _ = listener.accept()
+                message, streams, _, _ = socket.recv_fds(life, 2**20, 3)
+                pid = os.fork()
+                if pid == 0:
+                    break
+                life.send(str(pid).encode())
+                lives[pid] = life
+                for stream in streams:
+                    os.close(stream)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for standard, stream in enumerate(streams):
+        os.dup2(stream, standard)
+    _keep_only(0, 1, 2)
+    return json.loads(message)
+
+
+def _keep_only(*kept):
+    """Let go of all other files. Their numbers stay taken: Python objects that have them may still close them."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor not in (*kept, nothing):
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.fstat(descriptor)
+                os.dup2(nothing, descriptor, inheritable=False)
+
+
+def become(argv, environ, namespace, folder, session):
+    """Be `python *argv`, as far as one can see."""
+    if session:
+        os.setsid()
+    if namespace:
+        with open(f"/run/netns/{namespace}") as there:
+            assert ctypes.CDLL(None).setns(there.fileno(), CLONE_NEWNET) == 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    run_as_main(argv, environ)
+
+
+def run_as_main(argv, environ):
+    """Execute a program as `python *argv` would."""
+    os.environ.clear()
+    os.environ.update(environ)
+    unbuffered = argv[0] == "-u"
+    argv = argv[unbuffered:]
+    sys.stdin = os.fdopen(0)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        by_line = 1 if unbuffered or name == "stderr" else -1
+        stream = os.fdopen(descriptor, "w", by_line, encoding="utf-8", closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    home = str(Path(__file__).parent)
+    paths = [path for path in sys.path if path != home]
+    sys.path[:] = [*filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *paths]
+    if argv[:2] == ["-m", "torch.distributed.run"]:
+        del sys.modules[argv[1]]  # imported already; runpy would warn
+        waiting = [Waiting() for _ in range(int(argv[argv.index("--nproc_per_node") + 1]))]
+        subprocess_handler.Popen = functools.partial(_rank_of_torchrun, waiting)
+    elif "TORCHELASTIC_RUN_ID" not in environ:
+        util.spawnv_passfds = functools.partial(_fork_server, Waiting(), util.spawnv_passfds)
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+        runpy.run_path(os.path.abspath(argv[0]), run_name="__main__")
+
+
+class Waiting:
+    """A child that will become what this process needs: forked now, before it has threads, which no fork survives."""
+
+    def __init__(self):
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.socket.close()
+            self.wait(theirs)
+        theirs.close()
+
+    def wake(self, function, numbers, *arguments, session=False):
+        """Let it call `function`, by its name, with arguments, with this process's open files of these `numbers`."""
+        blocked = list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+        request = {"function": function, "numbers": list(numbers), "arguments": arguments, "blocked": blocked,
+                   "session": session}
+        socket.send_fds(self.socket, [json.dumps(request).encode()], numbers)
+        self.socket.close()
+        return self.pid
+
+    def wait(self, theirs):
+        """In the child."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        message, received, _, _ = socket.recv_fds(theirs, 2**20, 10)
+        if not message:
+            os._exit(0)
+        theirs.close()
+        request = json.loads(message)
+        aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 100) for descriptor in received]
+        for descriptor in received:
+            os.close(descriptor)
+        for descriptor, its_number in zip(aside, request["numbers"], strict=True):
+            os.dup2(descriptor, its_number)
+            os.close(descriptor)
+        if request["session"]:
+            os.setsid()
+        signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        globals()[request["function"]](*request["arguments"])
+        sys.exit()
+
+
+def _fork_server(waiting, spawnv_passfds, path, args, passfds):
+    """In place of `multiprocessing.util.spawnv_passfds`."""
+    if "forkserver" not in args[-1] or waiting.socket.fileno() < 0:
+        return spawnv_passfds(path, args, passfds)
+    return waiting.wake("be_fork_server", passfds, args[-1], dict(os.environ))
+
+
+def be_fork_server(code, environ):
+    """What the fork server's interpreter would execute."""
+    os.environ.clear()
+    os.environ.update(environ)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, b"forkserver")
+    exec(code, {})
+
+
+def _rank_of_torchrun(waiting, args, env, stdout, stderr, start_new_session):
+    """In place of torchrun's Popen."""
+    if not waiting:
+        return subprocess.Popen(args, env=env, stdout=stdout, stderr=stderr, start_new_session=start_new_session)
+    process = object.__new__(subprocess.Popen)
+    process.__dict__.update(args=args, returncode=None, stdin=None, stdout=None, stderr=None, _child_created=True,
+                            _waitpid_lock=threading.Lock(), _sigint_wait_secs=0.25)
+    process.pid = waiting.pop().wake("run_as_main", [], args[1:], env, session=start_new_session)
+    return process
+
+
+if __name__ == "__main__":
+    for module in PRELOAD:
+        __import__(module)
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    runpy.run_path(Path(__file__).parent.parent / "common/vision.py")["import_torchvision"]()
+    gc.collect()
+    gc.freeze()
+    become(**serve(sys.argv[1]))
