@@ -1,0 +1,247 @@
+"""The tour: both languages have the same code, nothing of a run is kept in git, and every cell of it runs."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+from traitlets.config import Config
+
+from benchmarks.__main__ import HEADLINES
+from tests.helpers import ROOT
+from tests.test_docs import module_of
+from tests.test_layout import FOLDERS
+
+ENGLISH, JAPANESE = (ROOT / "notebooks" / name for name in ("tour.ipynb", "tour.ja.ipynb"))
+BOTH = pytest.mark.parametrize("path", [ENGLISH, JAPANESE], ids=lambda path: path.name)
+SHORT = {command: short for command, short, _ in HEADLINES.values()}
+SHORT[HEADLINES["ddp_skew"][0]] = "--delay 0.05 --steps 2"
+SHORT[HEADLINES["single_machine"][0]] = "--batch_size 2 --image_size 33 --num_repeat 1 --split_sizes 1"
+COMMAND = re.compile(r"^!python (.*)$", re.MULTILINE)
+COLAB = "https://colab.research.google.com/"
+LINK = r"\]\(([^)]*)\)"
+
+
+def cells_of(path, kind=None):
+    """The cells of a notebook, or those of a kind: "code" or "markdown"."""
+    return [cell for cell in nbformat.read(path, as_version=4).cells if kind in (None, cell.cell_type)]
+
+
+def commands():
+    """The programs that the tour runs, with their flags, in its order."""
+    return [command for cell in cells_of(ENGLISH, "code") for command in COMMAND.findall(cell.source)]
+
+
+@BOTH
+def test_only_what_was_written_is_kept(path):
+    """Cells with ids (nbformat 4.5), and no outputs, counts or metadata of a run; no long lines."""
+    notebook = json.loads(path.read_text())
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(ids) == len(set(ids))
+    nbformat.validate(notebook)
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert notebook["metadata"] == {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"}}
+    for cell in notebook["cells"]:
+        assert cell["metadata"] == {}
+        assert cell.get("outputs", []) == []
+        assert cell.get("execution_count") is None
+        lines = "".join(cell["source"]).splitlines()
+        assert max(len(re.sub(LINK, "]()", line)) for line in lines) <= 100
+
+
+def test_both_languages_are_one_tour():
+    """The same code; texts in pairs, of the same headings, code words and pictures, with links to the same places."""
+    pairs = list(zip(cells_of(ENGLISH), cells_of(JAPANESE), strict=True))
+    for english, japanese in pairs:
+        assert (english.id, english.cell_type) == (japanese.id, japanese.cell_type)
+        if english.cell_type == "code":
+            assert english.source == japanese.source
+            continue
+        assert english.source != japanese.source
+        for what in (r"^(#+) ", r"<a name=\"(\w+)\"", r"^\| (6_\d) ", r"`([^`]+)`", LINK):
+            found = [[there.replace(".ja.", ".") for there in re.findall(what, cell.source, re.MULTILINE)]
+                     for cell in (english, japanese)]
+            assert sorted(found[0]) == sorted(found[1]), what
+
+
+@BOTH
+def test_links(path):
+    """To files of the repository, to sections of the tour, to notebooks of the Japanese edition, and to Colab."""
+    edition = json.loads((ROOT / "docs/japanese_edition.json").read_text())
+    outside = {edition["site"]} | {f"{edition['source']}/blob/main/{book['file']}" for book in edition["notebooks"]}
+    texts = "\n".join(cell.source for cell in cells_of(path, "markdown"))
+    names = re.findall(r"<a name=\"(\w+)\"></a>\n## ", texts)
+    links = re.findall(LINK, texts)
+    assert sorted(link[1:] for link in links if link.startswith("#")) == sorted(names)
+    for link in links:
+        if "://" not in link and not link.startswith("#"):
+            assert (path.parent / link).exists(), link
+            assert (".ja." in link) == (path == JAPANESE) or link.startswith("tour."), link
+        elif "://" in link and not link.startswith(COLAB):
+            assert link in outside, link
+
+
+@BOTH
+def test_the_badge_opens_this_notebook(path):
+    """Where the repository has an address, the badge and the cell that clones it know the same."""
+    texts, code = ("\n".join(cell.source for cell in cells_of(path, kind)) for kind in ("markdown", "code"))
+    (repository,) = re.findall(r'^REPOSITORY = "(.*?)"', code, re.MULTILINE)
+    (badge,) = [link for link in re.findall(LINK, texts) if link.startswith(COLAB) and not link.endswith(".svg")]
+    there = repository.removeprefix("https://").removesuffix(".git").replace("github.com", "github")
+    assert badge == COLAB + (f"{there}/blob/main/notebooks/{path.name}" if there else "")
+
+
+def test_every_lesson_has_its_section():
+    """In the order of the map: a section with its chapter, a command of the pages, `--check`, a picture, a question."""
+    ids = [cell.id for cell in cells_of(ENGLISH)]
+    sections = re.findall(r"\| (6_\d) \| \[(\w+)\]", cells_of(ENGLISH)[0].source)
+    by_id = {cell.id: cell.source for cell in cells_of(ENGLISH)}
+    order = []
+    for chapter, name in sections:
+        assert re.search(rf"^## {chapter}\b.*\n\nNotebook: \[{chapter} .*/{chapter}_", by_id[name], re.MULTILINE)
+        run, check = (COMMAND.fullmatch(by_id[f"{name}-{cell}"])[1] for cell in ("run", "check"))
+        assert check == f"{run.split()[0]} --check"
+        assert by_id[f"{name}-picture"].startswith("Image(")
+        assert f"{name}-try" in ids
+        order.append((chapter, run.split()[0]))
+    table = re.findall(r"^\| \d+ \| (6_\d) .*`python (\S+\.py)`", (ROOT / "docs/map.md").read_text(), re.MULTILINE)
+    assert [step for step in order if step in table] == table
+    assert {path.split("/")[0] for _, path in order} == set(FOLDERS)
+
+
+def test_commands_are_those_of_the_pages():
+    """What is not a check is a headline command, which the benchmark measures; a reader's flags exist."""
+    for command in commands():
+        path, *flags = shlex.split(command)
+        assert flags == ["--check"] or command in SHORT, command
+        assert module_of(path).build_parser().parse_args(flags)
+    assert len(commands()) == len(set(commands()))
+
+
+def as_run(notebook, short):
+    """Let a command that fails fail its cell; leave out the installation, and run a `short` form, without the checks.
+
+    The checks run in `test_check_passes` of each program. The last of several equal flags is the one that counts.
+    """
+    cells = []
+    for cell in notebook.cells:
+        command = COMMAND.search(cell.source)
+        if cell.id == "setup-pip":
+            cell.source = re.sub("^!pip .*$", "", cell.source, flags=re.MULTILINE)
+        elif command and "--check" in command[1] and short:
+            continue
+        elif command:
+            cell.source = f"{command[0]} {SHORT[command[1]] if short else ''}\nassert _exit_code == 0"
+        cells.append(cell)
+    notebook.cells = cells
+    return notebook
+
+
+@pytest.fixture
+def at_hand(tmp_path, monkeypatch):
+    """A folder `notebooks` in a repository whose outputs are its own, and an environment for the kernel."""
+    for folder in FOLDERS:
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    for name in ("notebooks", "kernel", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "kernel"))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "kernel"))
+    return tmp_path / "notebooks"
+
+
+def execute(notebook, folder, limit_s):
+    """Run a notebook in a kernel of its own; what its cells printed, and their pictures.
+
+    Args:
+        notebook: of nbformat, which gets the outputs.
+        folder: the kernel's working directory.
+        limit_s: seconds for each cell.
+    """
+    # Sockets that are files: no port is open to others. Their names must have less than 108 characters.
+    with tempfile.TemporaryDirectory(dir="/tmp") as sockets:
+        config = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
+        nbclient.NotebookClient(notebook, kernel_name="python3", config=config, timeout=limit_s,
+                                resources={"metadata": {"path": str(folder)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    return printed, [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+
+
+def with_tmpdir(folder):
+    """Process ids and commands of those whose TMPDIR is this folder."""
+    setting, found = f"TMPDIR={folder}".encode(), {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if setting in (entry / "environ").read_bytes().split(b"\0"):
+                    found[entry.name] = (entry / "cmdline").read_text()
+            except OSError:  # ended in the meantime
+                pass
+    return found
+
+
+def runs_quietly(folder, capfd, short, limit_s):
+    """Execute the Japanese tour: all pictures, no warning, no clone, and neither process nor file left."""
+    notebook = as_run(nbformat.read(JAPANESE, as_version=4), short)
+    printed, pictures = execute(notebook, folder, limit_s)
+    assert len(pictures) == len([cell for cell in notebook.cells if cell.source.startswith("Image(")])
+    assert f"{folder.parent}\n" in printed  # the repository at hand
+    assert not re.search("warning|deprecated|traceback|error", printed, re.IGNORECASE)
+    assert capfd.readouterr() == ("", "")  # the kernel's own
+    deadline = time.monotonic() + 15
+    while left := with_tmpdir(folder.parent / "tmp"):
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.05)
+    assert [path for path in (folder.parent / "tmp").iterdir() if not path.name.startswith("torchinductor_")] == []
+    return printed
+
+
+@pytest.mark.timeout(300)
+def test_it_runs(at_hand, capfd, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # these short runs gain nothing from threads, and other tests run beside
+    runs_quietly(at_hand, capfd, short=True, limit_s=100)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_it_runs_as_it_stands(at_hand, capfd):
+    """All commands, all checks: `pytest -n 0 -m soak tests/test_notebooks.py`, about 10 minutes on 2 cores."""
+    printed = runs_quietly(at_hand, capfd, short=False, limit_s=300)
+    assert "CartPole-v1 solved in" in printed
+    assert "FAIL" not in printed
+
+
+def test_it_clones(at_hand):
+    """Where the repository is not at hand, its first cell fetches it and goes there; also when run once more."""
+    away, there = at_hand / "away", at_hand / "tutorials.git"
+    (at_hand.parent / "rpc_rl").unlink()
+    (there / "rpc_rl").mkdir(parents=True)
+    (there / "rpc_rl/main.py").touch()
+    away.mkdir()
+    git = ["git", "-C", str(there), "-c", "user.name=a", "-c", "user.email=a@localhost"]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "a"]):
+        subprocess.run([*git, *command], check=True)
+    (cell,) = [cell for cell in cells_of(JAPANESE, "code") if cell.id == "setup-clone"]
+    cell.source = cell.source.replace('REPOSITORY = ""', f'REPOSITORY = "file://{there}"')
+    again = nbformat.v4.new_code_cell(cell.source)
+    printed, _ = execute(nbformat.v4.new_notebook(cells=[cell, again]), away, limit_s=60)
+    assert printed.count(f"{away / 'tutorials'}\n") == 2
+
+
+def test_a_command_that_fails_is_seen(at_hand):
+    cell = nbformat.v4.new_code_cell("!python rpc_rl/main.py --no_such_flag")
+    notebook = as_run(nbformat.v4.new_notebook(cells=[cell]), short=False)
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="AssertionError"):
+        execute(notebook, at_hand, limit_s=60)
