@@ -8,17 +8,19 @@ BATCHES = 10  # of each trainer in an epoch
 
 
 class Teacher:
-    """Decides on the targets, by a table and a linear layer of its own: a function that the model can learn."""
+    """Decides on the targets, by a table and a linear layer of its own: the model can learn it."""
 
     def __init__(self, args):
-        generator = torch.Generator().manual_seed(10_000 + args.seed)  # else its table would be the one to learn
+        # Another seed than the model's, or its table would be the one to learn.
+        generator = torch.Generator().manual_seed(10_000 + args.seed)
         rows, dim, classes = args.num_embeddings, args.embedding_dim, args.num_classes
         self.table = torch.randn(rows, dim, generator=generator, dtype=torch.float32)
         self.weight = torch.randn(classes, dim, generator=generator, dtype=torch.float32)
 
     def target(self, indices, offsets):
         """The class of each bag: shape (bags,)."""
-        return F.linear(F.embedding_bag(indices, self.table, offsets, mode="sum"), self.weight).argmax(dim=1)
+        sums = F.embedding_bag(indices, self.table, offsets, mode="sum")
+        return F.linear(sums, self.weight).argmax(dim=1)
 
 
 def require_tables(args, role_name):

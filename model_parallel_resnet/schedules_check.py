@@ -17,45 +17,42 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from model_parallel_resnet import check as oracle
 from model_parallel_resnet import schedules as lesson
+from model_parallel_resnet.recording import StepByStep, state
 
 
 def check(args):
     """Run both programs; the differences in the process that reports, None elsewhere."""
     args.num_splits = args.num_splits[: oracle.MOST_ROWS]
     oracle.smaller(args, batch_size=3 * math.lcm(*args.num_splits))
-    layers = oracle.layers_of_both(args)
-    compared = launch(record, args, lesson.role_name)
-    if compared:
-        oracle.hold_layers(compared, *layers)
-    return verdict(compared)
+    return verdict(launch(record, args, lesson.role_name))
 
 
 def record(rank, world_size, args):
     """The worker of a check; rank 1 returns what it has found."""
+    layers = oracle.layers_of_both(args)
     oracle.prepare(args)
-    recorder = Recorder(rank, args)
+    recorder = Recorder(rank, oracle.single_process(args))
     metrics = lesson.run_worker(rank, world_size, args)
-    return None if metrics is None else recorder.findings(metrics, args.schedule).as_dict()
+    if metrics is None:
+        return None
+    made, expected = recorder.join_stages(), len(args.num_splits) * (1 + args.num_batches)
+    found = oracle.compare(recorder, metrics, args, args.schedule, lesson.STAGES)
+    found.equal("steps", made, [expected] * 2, "that the optimizer has made", "stage")
+    oracle.hold_layers(found, *layers)
+    return found.as_dict()
 
 
-class Recorder(oracle.Recorder):
+class Recorder(StepByStep):
     """On each rank: listens to its stage, its loss and its optimizer.
 
     Args:
         rank: of this stage.
-        args: the parsed flags, after `smaller`.
+        alone: the steps of the other program, from `single_process`.
     """
 
-    all_workers = lesson.STAGES
-
-    def __init__(self, rank, args):
+    def __init__(self, rank, alone):
+        super().__init__([lesson.STAGES[rank]], alone)
         self.rank, self.model = rank, torch.nn.Module()
-        super().__init__(args, [lesson.STAGES[rank]])
-
-    def listen(self):
-        """Set the hooks; before the group ends, rank 1 gets what the other stage has."""
-        torch.nn.modules.module.register_module_forward_pre_hook(self.before)
-        torch.nn.modules.module.register_module_forward_hook(self.after)
         register_optimizer_step_post_hook(lambda *_: self.after_step())
         honest = dist.destroy_process_group
 
@@ -89,24 +86,22 @@ class Recorder(oracle.Recorder):
                             if name in self.now}
         if "outputs" in self.now:
             self.now["outputs"] = torch.cat(self.now["outputs"])
-        self.hold([oracle.state(self.model)], at_the_end=self.rank == 1)
+        self.add_step([state(self.model)], at_the_end=self.rank == 1)
 
-    def findings(self, metrics, name):
-        """Both stages together, and what the training says about itself."""
+    def join_stages(self):
+        """Add what the other stage has recorded; the numbers of steps that both have made."""
         first_ours, first_theirs = self.gathered[0]
-        steps = [len(first_ours), len(self.ours)]
+        made = [len(first_ours), len(self.ours)]
         both = functools.partial(itertools.zip_longest, fillvalue={})
         self.ours = list(itertools.starmap(joined, both(first_ours, self.ours)))
         self.theirs = list(itertools.starmap(joined, both(first_theirs, self.theirs)))
-        found = super().findings(metrics, name)
-        expected = len(self.args.num_splits) * (1 + self.args.num_batches)
-        found.equal("steps", steps, [expected] * 2, "that the optimizer has made", "stage")
-        return found
+        return made
 
 
 def joined(first, second):
     """What both stages have recorded of a step."""
-    both = {**first, **second, "alone": first.get("alone") and second.get("alone")}
+    both = {**first, **second,
+            "one at a time": first.get("one at a time") and second.get("one at a time")}
     for key in ("data", "weights", "statistics", "counts", "micro-batches"):
         both[key] = {**first.get(key, {}), **second.get(key, {})}
     return both

@@ -12,90 +12,32 @@ not cut, and the statistics of BatchNorm are those of each micro-batch, one afte
 import copy
 import functools
 import itertools
+import math
 import random
 import statistics
-from types import SimpleNamespace
 
 import torch
 from common import report
 from common.oracle import Comparison, verdict
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from model_parallel_resnet import single_machine as lesson
 from model_parallel_resnet import single_machine_results as results
-from model_parallel_resnet.check import (
-    BECAUSE,
-    CALM,
-    SIDE,
-    TOLERANCE,
-    furthest,
-    short_resnet,
-    state,
-)
+from model_parallel_resnet.check import BECAUSE, CALM, SIDE, TOLERANCE, short_resnet
+from model_parallel_resnet.single_machine_recording import Recorder
 
 FLAGS = {"batch_size": 5, "image_size": SIDE, "num_batches": 2, "num_repeat": 1, "split_size": 3,
          "split_sizes": [3, 5], "measured_sizes": [3, 5]}
 
 
-def check(args):
-    """Run both programs; the differences."""
-    vars(args).update(FLAGS, lr=args.lr / CALM)
-    report.log(results.ROLE, f"check: float64, {args.batch_size} images of {SIDE}x{SIDE}, split "
-                             f"sizes {args.split_sizes}, 2 rounds of {args.num_batches} steps")
-    usual = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)  # two would wait for each other where the machine is busy
-    try:
-        found = Comparison("the models on two devices", "an unsplit ResNet50")
-        try:
-            hold_toy(found, args)
-            with Recorder(args) as recorder:
-                rows = lesson.measure(args)
-        except Exception as error:
-            found.holds("run", False, f"raised {repr(error)[:200]}")
-            return verdict(found.as_dict())
-        hold_steps(found, recorder.ours, [*recorder.theirs, *recorder.alone])
-        hold_rows(found, rows, recorder, args)
-        hold_numbers(found, rows, args)
-        return verdict(found.as_dict())
-    finally:
-        torch.set_default_dtype(usual[0])
-        torch.set_num_threads(usual[1])
-
-
 # --- one process, one device
-
-
-def toy_losses(args):
-    """The loss of two layers before and after one step of SGD."""
-    torch.manual_seed(args.seed)
-    net1, net2 = torch.nn.Linear(10, 10), torch.nn.Linear(10, 5)
-    x, y = torch.randn(20, 10), torch.randn(20, 5)
-    parameters = [*net1.parameters(), *net2.parameters()]
-    losses = []
-    for _ in range(2):
-        loss = ((net2(net1(x).clamp(min=0)) - y) ** 2).sum() / 100
-        losses.append(loss.item())
-        gradients = torch.autograd.grad(loss, parameters)
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter -= args.lr * gradient
-    return losses
-
-
-def turns_of(args):
-    """The numbers of the rows in the order of their turns, each with whether it is a warm-up."""
-    for repeat in range(1 + args.num_repeat):
-        order = list(range(2 + len(args.split_sizes)))
-        random.Random(args.seed + repeat).shuffle(order)
-        yield from ((row, repeat == 0) for row in order)
 
 
 def single_process(args):
     """All trainings with ResNet50s that are not cut.
 
     Yields:
-        For each step: its row, data, loss, and the state of the model after it.
+        For each step: its row, data, loss, and what the model has after it: the weights, and for
+        each BatchNorm the running statistics and the number of batches that it has seen.
     """
     torch.manual_seed(args.seed)
     resnet = short_resnet("resnet50", lesson.NUM_CLASSES)
@@ -122,94 +64,45 @@ def single_process(args):
             with torch.no_grad():
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter -= args.lr * gradient
+            weights = {name: param.detach().cpu() for name, param in model.named_parameters()}
+            norms = [layer for layer in model.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
             step = {"row": row, "data": {"images": images.cpu(), "targets": targets.cpu()},
-                    "loss": loss.item(), "state": state(model),
-                    "names": [name for name, _ in model.named_parameters()]}
+                    "loss": loss.item(), "weights": weights,
+                    "statistics": {f"BatchNorm {i}": torch.stack([norm.running_mean.cpu(),
+                                                                  norm.running_var.cpu()])
+                                   for i, norm in enumerate(norms)},
+                    "counts": [norm.num_batches_tracked.item() for norm in norms]}
             if row < 2:
-                kept = {**step, "state": copy.deepcopy(step["state"])}
-                known[1 - row].append(kept)
+                known[1 - row].append({**step, "weights": copy.deepcopy(weights)})
             yield step
 
 
-# --- the recording
+def turns_of(args):
+    """The numbers of the rows in the order of their turns, each with whether it is a warm-up."""
+    for repeat in range(1 + args.num_repeat):
+        order = list(range(2 + len(args.split_sizes)))
+        random.Random(args.seed + repeat).shuffle(order)
+        yield from ((row, repeat == 0) for row in order)
 
 
-class Recorder:
-    """Listens to each step of each training, and gives the lesson another clock."""
-
-    def __init__(self, args):
-        self.args, self.alone = args, single_process(args)
-        self.ours, self.theirs, self.now = [], [], {}
-        self.events, self.turns, self.seconds = [], 0, 0.0
-        self.model = None
-
-    def __enter__(self):
-        self.before = (lesson.train, lesson.synchronize, lesson.time, lesson.import_torchvision)
-        train, synchronize, *_ = self.before
-        short = SimpleNamespace(resnet50=functools.partial(short_resnet, "resnet50"))
-        lesson.import_torchvision = lambda: SimpleNamespace(models=short)
-
-        def recorded_train(model, *others):
-            self.model = model
-            losses = train(model, *others)
-            self.model = None
-            self.turns += 1
-            self.seconds += self.turns  # all trainings take different times
-            self.events.append("train")
-            return losses
-
-        def recorded_synchronize(devices):
-            self.events.append("synchronize")
-            synchronize(devices)
-
-        def perf_counter():
-            self.events.append("clock")
-            return self.seconds
-
-        lesson.train, lesson.synchronize = recorded_train, recorded_synchronize
-        lesson.time = SimpleNamespace(perf_counter=perf_counter)
-        modules = torch.nn.modules.module
-        self.hooks = [modules.register_module_forward_pre_hook(self.before_forward),
-                      register_optimizer_step_post_hook(lambda *_: self.after_step())]
-        return self
-
-    def __exit__(self, *_):
-        (lesson.train, lesson.synchronize, lesson.time, lesson.import_torchvision) = self.before
-        for hook in self.hooks:
-            hook.remove()
-
-    def before_forward(self, module, inputs):
-        """A batch comes to the model, or its outputs to the loss."""
-        if module is self.model:
-            self.now["images"] = inputs[0].detach().cpu().clone()
-        elif isinstance(module, torch.nn.MSELoss):
-            self.now["targets"] = inputs[1].detach().cpu().clone()
-
-    def after_step(self):
-        """Hold the model against the other program."""
-        ours, self.now = {"data": self.now}, {}
-        training, self.model = self.model, None  # what the other program does is not to be heard
-        expected = next(self.alone, None)
-        self.model = training
-        self.now = {}
-        self.ours.append(ours)
-        if expected is None:
-            return
-        theirs, run = {**expected, "weights": {}, "statistics": {}}, state(training)
-        ours |= {"weights": {}, "statistics": {}}
-        names, oracle = expected["names"], theirs.pop("state")
-        furthest(ours["weights"], theirs["weights"],
-                 dict(zip(names, run["weights"], strict=True)),
-                 dict(zip(names, oracle["weights"], strict=True)))
-        norms = [{f"BatchNorm {i}": norm["running"] for i, norm in enumerate(of_model["norms"])}
-                 for of_model in (run, oracle)]
-        furthest(ours["statistics"], theirs["statistics"], *norms)
-        ours["counts"], theirs["counts"] = ([norm["count"] for norm in of_model["norms"]]
-                                            for of_model in (run, oracle))
-        self.theirs.append(theirs)
+def toy_losses(args):
+    """The loss of two layers before and after one step of SGD."""
+    torch.manual_seed(args.seed)
+    net1, net2 = torch.nn.Linear(10, 10), torch.nn.Linear(10, 5)
+    x, y = torch.randn(20, 10), torch.randn(20, 5)
+    parameters = [*net1.parameters(), *net2.parameters()]
+    losses = []
+    for _ in range(2):
+        loss = ((net2(net1(x).clamp(min=0)) - y) ** 2).sum() / 100
+        losses.append(loss.item())
+        gradients = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= args.lr * gradient
+    return losses
 
 
-# --- what is held
+# --- compared
 
 
 def hold_toy(found, args):
@@ -231,15 +124,13 @@ def hold_steps(found, ours, theirs):
 
 def hold_rows(found, rows, recorder, args):
     """The rows: what they are called, their losses, and their times."""
-    number = 2 + len(args.split_sizes)
     names = ["single device", "model parallel"] + ["pipeline"] * len(args.split_sizes)
-    pieces = [1, 1, *(-(-args.batch_size // size) for size in args.split_sizes)]
     found.holds("names of the rows", [row["model"] for row in rows] == names
                 and [row["split_size"] for row in rows] == [None, None, *args.split_sizes],
                 f"{', '.join(names[:3])} with split sizes {args.split_sizes}")
-    found.equal("micro-batches", [row["micro_batches"] for row in rows], pieces,
+    found.equal("micro-batches", [row["micro_batches"] for row in rows], micro_batches_of(args),
                 "the batch over the split size, rounded up", "row")
-    losses, times = [[] for _ in range(number)], [[] for _ in range(number)]
+    losses, times = [[] for _ in names], [[] for _ in names]
     for step in recorder.theirs:
         losses[step["row"]].append(step["loss"])
     for turn, (row, warm_up) in enumerate(turns_of(args), start=1):
@@ -253,39 +144,83 @@ def hold_rows(found, rows, recorder, args):
                 "read before and after each training, when the devices have nothing left to do")
 
 
+def micro_batches_of(args):
+    """Their number in each row."""
+    return [1, 1, *(math.ceil(args.batch_size / size) for size in args.split_sizes)]
+
+
 def hold_numbers(found, rows, args):
-    """Averages, the tutorial's four numbers, the table, the last line: of made-up times."""
-    rows = [{**row, "times_s": [base, base + 3.0, base + 0.5], "losses": row["losses"]}
-            for row, base in zip(rows, (4.0, 4.4, 6.0, 2.0), strict=True)]
-    medians = [base + 0.5 for base in (4.0, 4.4, 6.0, 2.0)]
-    means = [base + 3.5 / 3 for base in (4.0, 4.4, 6.0, 2.0)]
+    """Averages and the tutorial's four numbers, of made-up times; and what is printed."""
+    starts = (4.0, 4.4, 6.0, 2.0)
+    rows = [{**row, "times_s": [start, start + 3.0, start + 0.5]}
+            for row, start in zip(rows, starts, strict=True)]
     deviation = statistics.pstdev([0.0, 3.0, 0.5])
+    averages = [[start + 0.5, start + 3.5 / 3, deviation] for start in starts]
     results.add_averages(rows)
     found.close("averages", [[row["median_s"], row["mean_s"], row["std_s"]] for row in rows],
-                [[*both, deviation] for both in zip(medians, means, strict=True)], TOLERANCE,
-                "of made-up times", "row")
-    expected = {"model_parallel_slower": medians[1] / medians[0] - 1,
-                "pipeline_faster": medians[0] / medians[2] - 1, "best_split_size": 5,
-                "best_split_faster": medians[0] / medians[3] - 1}
+                averages, TOLERANCE, "of made-up times", "row")
+    single, model_parallel, pipeline, best = (median for median, _, _ in averages)
+    expected = {"model_parallel_slower": model_parallel / single - 1,
+                "pipeline_faster": single / pipeline - 1, "best_split_size": 5,
+                "best_split_faster": single / best - 1}
     numbers = results.compare_times(rows, args.split_size)
     found.close("the tutorial's numbers", [numbers], [expected], TOLERANCE, "of made-up times",
                 "row")
-    sizes = [[], [], *([size] for size in args.split_sizes)]
-    pieces = [1, 1, *(-(-args.batch_size // size) for size in args.split_sizes)]
-    lines = [[*size, piece, *(round(x, 3) for x in (median, mean, deviation)),
-              round(median / medians[0], 2)]
-             for size, piece, median, mean in zip(sizes, pieces, medians, means, strict=True)]
-    head, *printed = results.table(rows)
-    printed = [[float(word) for word in line.split() if word[0].isdigit()] for line in printed]
-    columns = [head.index(name) for name in (
-        "split size", "micro-batches", "median", "mean", "deviation", "median / single")]
-    found.holds("table's columns", all(a < b for a, b in itertools.pairwise(columns)),
-                "split size, micro-batches, median, mean, deviation, ratio")
-    found.close("table", [dict(enumerate(line)) for line in printed],
-                [dict(enumerate(line)) for line in lines], TOLERANCE, "rounded alike", "row")
+    hold_table(found, rows, averages, args)
     words = results.last_line(numbers, rows[0]["losses"], args.devices)
     shown = [f"takes {expected['model_parallel_slower']:+.0%} time",
              f"pipelined {expected['pipeline_faster']:+.0%} speed",
              f"size 5 with {expected['best_split_faster']:+.0%} ",
              f"{rows[0]['losses'][0]:.3f} -> {rows[0]['losses'][-1]:.3f}"]
     found.holds("last line", all(part in words for part in shown), f"has {'; '.join(shown)}")
+
+
+def hold_table(found, rows, averages, args):
+    """The printed table; `averages` has the median, mean and deviation of each row."""
+    head, *lines = results.table(rows)
+    columns = [head.index(name) for name in (
+        "split size", "micro-batches", "median", "mean", "deviation", "median / single")]
+    found.holds("table's columns", all(a < b for a, b in itertools.pairwise(columns)),
+                "split size, micro-batches, median, mean, deviation, ratio")
+    printed = [[float(word) for word in line.split() if word[0].isdigit()] for line in lines]
+    sizes = [[], [], *([size] for size in args.split_sizes)]
+    expected = [[*size, number, *(round(seconds, 3) for seconds in of_row),
+                 round(of_row[0] / averages[0][0], 2)]
+                for size, number, of_row
+                in zip(sizes, micro_batches_of(args), averages, strict=True)]
+    found.close("table", [dict(enumerate(line)) for line in printed],
+                [dict(enumerate(line)) for line in expected], TOLERANCE, "rounded alike", "row")
+
+
+# --- the command
+
+
+def check(args):
+    """Run both programs; the differences.
+
+    Raises:
+        SystemExit: 1 if something does not hold.
+    """
+    vars(args).update(FLAGS, lr=args.lr / CALM)
+    report.log(results.ROLE, f"check: float64, {args.batch_size} images of {SIDE}x{SIDE}, split "
+                             f"sizes {args.split_sizes}, 2 rounds of {args.num_batches} steps")
+    usual = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)  # two would wait for each other where the machine is busy
+    try:
+        found = Comparison("the models on two devices", "an unsplit ResNet50")
+        try:
+            hold_toy(found, args)
+            recorder = Recorder(single_process(args))
+            with recorder.installed(functools.partial(short_resnet, "resnet50")):
+                rows = lesson.measure(args)
+        except Exception as error:
+            found.holds("run", False, f"raised {repr(error)[:200]}")
+            return verdict(found.as_dict())
+        hold_steps(found, recorder.ours, [*recorder.theirs, *recorder.alone])
+        hold_rows(found, rows, recorder, args)
+        hold_numbers(found, rows, args)
+        return verdict(found.as_dict())
+    finally:
+        torch.set_default_dtype(usual[0])
+        torch.set_num_threads(usual[1])

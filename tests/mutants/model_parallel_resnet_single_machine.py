@@ -12,8 +12,8 @@ def mutant(name, old, new, check, file=MAIN):
 
 
 MUTANTS = [
-    mutant("zero_grad forgotten", "        optimizer.zero_grad()\n        outputs", "        outputs",
-           "weights"),
+    mutant("zero_grad forgotten", "        optimizer.zero_grad()\n        outputs",
+           "        outputs", "weights"),
     mutant("last micro-batch forgotten",
            "        s_prev = self.seq2(s_prev)\n        ret.append(self.fc(s_prev.flatten(1)))\n"
            "        return torch.cat(ret)",
@@ -22,10 +22,12 @@ MUTANTS = [
            "chunk(self.split_size, dim=0)", "weights"),
     mutant("gradients stop between the halves",
            "            s_prev = self.seq1(s_next).to(self.dev1)\n        s_prev",
-           "            s_prev = self.seq1(s_next).to(self.dev1).detach()\n        s_prev", "weights"),
+           "            s_prev = self.seq1(s_next).to(self.dev1).detach()\n        s_prev",
+           "weights"),
     mutant("outputs in the wrong order", "return torch.cat(ret)", "return torch.cat(ret[::-1])",
            "losses"),
-    mutant("evaluation mode", "model.train(True)", "model.train(False)", "running statistics|counts|weights"),
+    mutant("evaluation mode", "model.train(True)", "model.train(False)",
+           "running statistics|counts|weights"),
     mutant("only one step of several", "for _ in range(args.num_batches):",
            "for _ in range(1):", "data|weights"),
     mutant("other images in each step", "outputs = model(inputs.to(args.devices[0]))",
