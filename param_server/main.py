@@ -71,6 +71,7 @@ class Net(nn.Module):
         x = self.dropout2(F.relu(self.fc1(x)))
         return F.log_softmax(self.fc2(x), dim=1)
 
+
 def call_method(method, rref, *args, **kwargs):
     """On the owner of `rref`: call a method of the object behind it."""
     # Tutorial: passes the function. With its name, a subclass of the server can have its own.
@@ -106,7 +107,7 @@ class ParameterServer(Turns, nn.Module):
         return out.to("cpu")
 
     def get_dist_gradients(self, cid):
-        """The gradients in context `cid`, by name: for verification (`check.py`)."""
+        """The gradients in context `cid`, by name: for verification (`recording.py`)."""
         # Tutorial: fetched in every step, and keyed by tensors, of which only copies arrive.
         grads = dist_autograd.get_gradients(cid)
         return {name: grads[param].to("cpu") for name, param in self.model.named_parameters()}
@@ -185,8 +186,7 @@ class SGD(optim.SGD):
 
 def train_step(net, opt, data, target, args):
     """Forward, backward and step, all on the server; the loss."""
-    # Tutorial: while one trainer steps, another's backward still needs the old weights, which ends
-    # in "modified by an inplace operation". With `--consistency lock`, they take turns.
+    # Tutorial: one trainer's step broke another's backward: "modified by an inplace operation".
     with my_turn(net.param_server_rref, args), dist_autograd.context() as cid:
         model_output = net(data)
         loss = F.nll_loss(model_output, target)

@@ -1,4 +1,4 @@
-"""What the lesson learns to predict: a synthetic Markov language of known entropy, or any text. No RPC here."""
+"""What is learned: a synthetic Markov language of known entropy, or any text. No RPC here."""
 
 import math
 from bisect import bisect
@@ -21,13 +21,15 @@ class Language(NamedTuple):
     train: torch.Tensor
     val: torch.Tensor
     ntoken: int
-    entropy_floor: float | None  # nats per token, the best possible loss; None where nobody knows it
+    entropy_floor: float | None  # the best possible loss, nats per token; None: nobody knows it
     floor_without_memory: float | None  # the same for a model that sees one token at a time
     vocabulary: str | None  # character i is token i
 
 
 class MarkovChain:
-    """A language in which the last two tokens decide how likely each next one is: enough that an LSTM must remember.
+    """A language in which the last two tokens decide how likely each next one is.
+
+    That is enough to ask for a model that remembers.
 
     Args:
         seed: of the probabilities.
@@ -36,18 +38,21 @@ class MarkovChain:
 
     def __init__(self, seed, ntoken=NTOKEN):
         # next_token[a, b, c]: how likely c is after a, b
-        self.next_token = np.random.default_rng(seed).dirichlet([CONCENTRATION] * ntoken, size=(ntoken, ntoken))
+        self.next_token = np.random.default_rng(seed).dirichlet(
+            [CONCENTRATION] * ntoken, size=(ntoken, ntoken))
 
     def pairs(self):
         """How often each pair of tokens comes in the long run: shape (ntoken, ntoken), in all 1."""
         n = len(self.next_token)
-        # From pair (a, b) the chain goes to pair (b, c). In the long run, a step changes nothing: pairs @ step = pairs.
+        # From pair (a, b) the chain goes to pair (b, c). In the long run, a step changes nothing:
+        # pairs @ step = pairs.
         step = np.einsum("abc,bd->abdc", self.next_token, np.eye(n)).reshape(n * n, n * n)
         equations = np.vstack([step.T - np.eye(n * n), np.ones(n * n)])
-        return np.linalg.lstsq(equations, np.append(np.zeros(n * n), 1), rcond=None)[0].reshape(n, n)
+        pairs, *_ = np.linalg.lstsq(equations, np.append(np.zeros(n * n), 1), rcond=None)
+        return pairs.reshape(n, n)
 
     def entropy_rate(self):
-        """The entropy of the next token given all before it, in nats, exactly: no model can have a smaller loss."""
+        """The entropy of the next token given all before it, in nats: no loss can be smaller."""
         return float((self.pairs() * entropy(self.next_token)).sum())
 
     def entropy_without_memory(self):
@@ -79,8 +84,10 @@ def load_language(args):
     """
     if args.corpus is None:
         chain = MarkovChain(args.seed)
-        train, val = chain.draw(TRAIN_TOKENS, args.seed + 1), chain.draw(VAL_TOKENS, args.seed + 2)
-        return Language(train, val, NTOKEN, chain.entropy_rate(), chain.entropy_without_memory(), None)
+        train = chain.draw(TRAIN_TOKENS, args.seed + 1)
+        val = chain.draw(VAL_TOKENS, args.seed + 2)
+        return Language(train, val, NTOKEN, chain.entropy_rate(), chain.entropy_without_memory(),
+                        vocabulary=None)
     text = args.corpus.read_text(encoding="utf-8")
     if "\0" in text:
         raise ValueError("a zero byte: binary")
@@ -92,10 +99,11 @@ def load_language(args):
 
 
 def columns(tokens, batch_size, trainer, n_trainers):
-    """Cut the tokens into columns that are read side by side, `batch_size` for each trainer; those of one trainer.
+    """The columns of one trainer: the tokens, cut into columns that are read side by side.
 
     Returns:
-        A LongTensor (length, batch_size). The last few tokens, which fill no row of all columns, are left out.
+        A LongTensor (length, batch_size). The last few tokens, which fill no row of the columns of
+        all trainers, are left out.
     """
     n_columns = batch_size * n_trainers
     length = len(tokens) // n_columns
@@ -104,7 +112,10 @@ def columns(tokens, batch_size, trainer, n_trainers):
 
 
 def get_next_batch(table, bptt):
-    """Yield inputs and targets, each (at most `bptt`, batch_size): the target of a token is the next of its column."""
+    """Yield inputs and targets, each (at most `bptt`, batch_size).
+
+    The target of a token is the next one of its column.
+    """
     # Tutorial: both were uninitialised memory.
     for start in range(0, len(table) - 1, bptt):
         end = min(start + bptt, len(table) - 1)

@@ -1,4 +1,4 @@
-"""What the tutorial leaves out: dropout on and off in all processes, the validation loss, a text from the model."""
+"""What the tutorial leaves out: dropout on and off everywhere, validation, a text of the model."""
 
 import torch
 from torch.distributed import rpc
@@ -10,7 +10,9 @@ SAMPLE_LENGTH = 200  # characters of generated text
 
 
 def set_mode(model, training, seed, rank=0):
-    """Switch dropout on or off in all parts of an `RNNModel`; `model.eval()` would reach only the LSTM.
+    """Switch dropout on or off in all parts of an `RNNModel`.
+
+    `model.eval()` would reach only the LSTM.
 
     Args:
         model: the `RNNModel` of this trainer.
@@ -27,7 +29,8 @@ def set_mode(model, training, seed, rank=0):
 def _set_mode(part_rref, training, seed):
     """On the server."""
     torch.manual_seed(seed)
-    part_rref.local_value().train(training)  # not called by the trainer: train() returns the module, it would travel
+    # Not called by the trainer: train() returns the module, which would travel.
+    part_rref.local_value().train(training)
 
 
 def evaluate(model, criterion, table, bptt):
@@ -44,7 +47,8 @@ def evaluate(model, criterion, table, bptt):
         for data, target in get_next_batch(table, bptt):
             output, hidden = model(data, hidden)
             losses.append((criterion(output.flatten(0, 1), target.flatten()).item(), len(data)))
-    return results.mean_loss(losses)  # also: nobody switches dropout on before all trainers are done
+    # Also a barrier: nobody switches dropout on before all trainers are done.
+    return results.mean_loss(losses)
 
 
 def generate(model, language, seed):

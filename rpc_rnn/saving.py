@@ -17,8 +17,9 @@ PARTS = ("emb_table", "rnn", "decoder")  # the first word of a weight's name
 class SGD(optim.SGD):
     """An SGD that `DistributedOptimizer` does not know.
 
-    What it knows it compiles to TorchScript, which takes a tenth off the time of a step; but then nobody can fetch the
-    optimizer's state. Of a class that it does not know it makes ordinary optimizers.
+    What it knows it compiles to TorchScript, which takes a tenth off the time of a step; but then
+    nobody can fetch the optimizer's state. Of a class that it does not know it makes ordinary
+    optimizers.
     """
 
 
@@ -49,10 +50,11 @@ class LocalRNNModel(nn.Module):
 
 
 def weights(model):
-    """`{name: parameter}` of an `RNNModel`, fetched from wherever they are, with the names of a `LocalRNNModel`."""
-    parts = {"emb_table": rpc.rpc_sync(model.emb_table_rref.owner(), _weights, args=(model.emb_table_rref,)),
-             "rnn": {name: tensor.cpu() for name, tensor in _lstm(model).state_dict().items()},
-             "decoder": rpc.rpc_sync(model.decoder_rref.owner(), _weights, args=(model.decoder_rref,))}
+    """All parameters of an `RNNModel`, from wherever they are, by their name in `LocalRNNModel`."""
+    table, decoder = model.emb_table_rref, model.decoder_rref
+    parts = {"emb_table": rpc.rpc_sync(table.owner(), _weights_of, args=(table,)),
+             "rnn": _on_cpu(_lstm(model).state_dict()),
+             "decoder": rpc.rpc_sync(decoder.owner(), _weights_of, args=(decoder,))}
     return {f"{part}.{name}": tensor for part in PARTS for name, tensor in parts[part].items()}
 
 
@@ -79,40 +81,48 @@ def _inspect(args, language):
         checkpoint.reject(args, "is of another text; give its --corpus, or another file")
     seed = state.get("seed", args.seed)  # earlier versions did not save it
     if language.vocabulary is None and seed != args.seed:
-        checkpoint.reject(args, f"is of --seed {seed}, and {given(args, 'seed')} makes another language; give that "
-                                "seed, or another file")
+        checkpoint.reject(args, f"is of --seed {seed}, and {given(args, 'seed')} makes another "
+                                "language; give that seed, or another file")
     optimizer = _optimizer_of(state)
     if optimizer not in (None, args.optimizer):
-        checkpoint.reject(args, f"is of --optimizer {optimizer}, whose state {given(args, 'optimizer')} cannot use; "
-                                "give that optimizer, or another file")
+        checkpoint.reject(args, f"is of --optimizer {optimizer}, whose state "
+                                f"{given(args, 'optimizer')} cannot use; give that optimizer, or "
+                                "another file")
     if len(state["epochs"]) > args.epochs:
         refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint "
                "has so many behind it", rank=1)
 
 
 def save(model, opt, epochs, initial_val_loss, language, args):
-    """Write the whole model and the optimizers' states, from wherever they are, on the first trainer's machine."""
-    states = [rpc.rpc_sync(local.owner(), _optimizer_state, args=(local,)) for local in opt.remote_optimizers]
-    checkpoint.save(args, {"model": weights(model), "optimizers": states, "epochs": epochs, "seed": args.seed,
-                           "initial_val_loss": initial_val_loss, "vocabulary": language.vocabulary})
+    """Write the model and the optimizers' states, from wherever they are, on this machine."""
+    states = [rpc.rpc_sync(local.owner(), _optimizer_state, args=(local,))
+              for local in opt.remote_optimizers]
+    checkpoint.save(args, {
+        "model": weights(model), "optimizers": states, "epochs": epochs, "seed": args.seed,
+        "initial_val_loss": initial_val_loss, "vocabulary": language.vocabulary})
 
 
 def restore(model, opt, rank, args):
-    """Put a checkpoint back to where its parts belong; the epochs so far and the loss before them."""
+    """Put a checkpoint back to where its parts belong; the epochs so far, the loss before them."""
     message = [checkpoint.load(args) if rank == 1 else None]
     if dist.is_initialized():
-        dist.broadcast_object_list(message)  # the other trainers may be on machines without the file
+        # The other trainers may be on machines without the file.
+        dist.broadcast_object_list(message)
     state = message[0]
-    of_part = {part: {name.removeprefix(f"{part}."): tensor for name, tensor in state["model"].items()
-                      if name.startswith(f"{part}.")} for part in PARTS}
-    _lstm(model).load_state_dict(of_part["rnn"])
+    parts = {part: {name.removeprefix(f"{part}."): tensor
+                    for name, tensor in state["model"].items() if name.startswith(f"{part}.")}
+             for part in PARTS}
+    _lstm(model).load_state_dict(parts["rnn"])
     for part, rref in (("emb_table", model.emb_table_rref), ("decoder", model.decoder_rref)):
-        rpc.rpc_sync(rref.owner(), _load_weights, args=(rref, of_part[part]))  # the same from all trainers
+        # All trainers send the same.
+        rpc.rpc_sync(rref.owner(), _load_weights, args=(rref, parts[part]))
     # The server's optimizer comes first, the LSTM's last, and only the first trainer has both.
-    for local, saved in zip(reversed(opt.remote_optimizers), reversed(state["optimizers"]), strict=False):
+    last_first = zip(reversed(opt.remote_optimizers), reversed(state["optimizers"]), strict=False)
+    for local, saved in last_first:
         rpc.rpc_sync(local.owner(), _load_optimizer_state, args=(local, saved, args.lr))
     if dist.is_initialized():
-        dist.barrier()  # or one trainer's backward could find that another has just loaded the tables
+        # Or one trainer's backward could find that another has just loaded the tables.
+        dist.barrier()
     return state["epochs"], state["initial_val_loss"]
 
 
@@ -121,8 +131,12 @@ def _lstm(model):
     return getattr(model.rnn, "module", model.rnn)
 
 
-def _weights(part_rref):
-    return {name: tensor.cpu() for name, tensor in part_rref.local_value().state_dict().items()}
+def _on_cpu(state_dict):
+    return {name: tensor.cpu() for name, tensor in state_dict.items()}
+
+
+def _weights_of(part_rref):
+    return _on_cpu(part_rref.local_value().state_dict())
 
 
 def _load_weights(part_rref, weights):
@@ -133,19 +147,23 @@ def _optimizer_of(state):
     """Whose state a checkpoint has: "sgd", "adam", or None if it has none."""
     if not state.get("optimizers"):
         return None
-    group = torch.load(io.BytesIO(state["optimizers"][0]), map_location="cpu", weights_only=True)["param_groups"][0]
-    return "adam" if "betas" in group else "sgd"
+    return "adam" if "betas" in _unpacked(state["optimizers"][0])["param_groups"][0] else "sgd"
 
 
 def _optimizer_state(optimizer_rref):
-    """Where the optimizer is: its state as bytes, since it may hold tensors on a GPU, which RPC does not carry."""
+    """Where the optimizer is: its state, as bytes: RPC carries no tensors on a GPU."""
     buffer = io.BytesIO()
     torch.save(optimizer_rref.local_value().optim.state_dict(), buffer)
     return buffer.getvalue()
 
 
+def _unpacked(saved):
+    """The opposite, on the CPU."""
+    return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+
+
 def _load_optimizer_state(optimizer_rref, saved, lr):
-    """The opposite, with the learning rate of this run."""
+    """Where the optimizer is: go on from that state, with the learning rate of this run."""
     optimizer = optimizer_rref.local_value().optim
-    optimizer.load_state_dict(torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True))
+    optimizer.load_state_dict(_unpacked(saved))
     optimizer.param_groups[0]["lr"] = lr

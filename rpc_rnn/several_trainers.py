@@ -1,13 +1,13 @@
-"""What several trainers need beyond the tutorial's one: one pair of tables for all, and the step of their global batch.
+"""What several trainers need: one pair of tables for all, and the step of their global batch.
 
-DDP keeps the trainers' LSTMs equal: it averages their gradients in the backward pass. The tables exist once, on the
-server, where each trainer's backward pass leaves gradients in a context of its own. Average these before the step, and
-nobody reads a table while it changes:
+DDP keeps the trainers' LSTMs equal: it averages their gradients in the backward pass. The tables
+exist once, on the server, where each trainer's backward pass leaves gradients in a context of its
+own. Average these before the step, and nobody reads a table while it changes:
 
     dist_autograd.backward(context_id, [loss])
-    average_table_gradients(model, context_id)      all backward passes have ended, the first context has the average
-    opt.step(context_id)                            the first trainer's optimizer steps the tables
-    dist.barrier()                                  now the next step may look them up
+    average_table_gradients(model, context_id)    waits for all; the first context has the average
+    opt.step(context_id)                          the first trainer's optimizer steps the tables
+    dist.barrier()                                now the next step may look them up
 """
 
 import threading
@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
 
-_parts, _parts_lock = weakref.WeakValueDictionary(), threading.Lock()  # they live as long as a trainer refers to them
+_parts = weakref.WeakValueDictionary()  # they live as long as a trainer refers to them
+_parts_lock = threading.Lock()
 
 
 def the_only(part_class, *args):
@@ -31,17 +32,19 @@ def the_only(part_class, *args):
 
 
 def average_table_gradients(model, context_id):
-    """Average the gradients that the backward passes of all trainers have left on the server, in the first's context.
+    """Average, in the first trainer's context, what all backward passes have left on the server.
 
     Args:
         model: the `RNNModel` of this trainer.
         context_id: of this trainer's step.
     """
-    context_ids = [torch.zeros(1, dtype=torch.int64, device=model.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(context_ids, torch.tensor([context_id], device=model.device))  # also: everyone's backward has ended
+    mine = torch.tensor([context_id], device=model.device)
+    gathered = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)  # also a barrier: everyone's backward has ended
     if dist.get_rank() == 0:
+        context_ids = [int(context_id) for context_id in gathered]
         for rref in (model.emb_table_rref, model.decoder_rref):
-            rpc.rpc_sync(rref.owner(), _average, args=(rref, [int(other) for other in context_ids]))
+            rpc.rpc_sync(rref.owner(), _average, args=(rref, context_ids))
 
 
 def _average(part_rref, context_ids):
