@@ -1,8 +1,7 @@
 r"""CartPole with answers in batches: one forward decides for all observers (6_8, second half).
 
-As in rpc_rl, observers play and one agent decides. But here the agent lets every request wait,
-without a thread of its own, until all observers have asked; the last request runs the policy once
-for all of them and completes the future that the others got as their answer.
+As in rpc_rl, observers play and one agent decides. But here every request waits, without a thread,
+for the last one: that runs the policy once, for all, and completes the future of the others.
 
     rank 1 "observer1"                                  rank 0 "agent"
     +--------------+                                    +--------------------------------------+
@@ -13,16 +12,12 @@ for all of them and completes the future that the others got as their answer.
     | K CartPoles  | -- select_action_batch(1, states)->| states[1]; the same future           |
     +--------------+ <----------- actions ------------- +--------------------------------------+
 
-    python batch_rl/main.py                                       with and without batches
-    python batch_rl/main.py --observers 5 --envs_per_observer 16  16 environments per request
-    python batch_rl/main.py --mode train --observers 5            until it is solved
-    python batch_rl/main.py --check                               the same numbers as one process?
-    torchrun --nproc_per_node 6 batch_rl/main.py                  one agent, five observers
-    python batch_rl/main.py --world_size 3 --rank 1 \
-        --master_addr HOST --master_port 29500                    one rank per terminal or machine
+    python batch_rl/main.py                            with and without batches
+    python batch_rl/main.py --check                    the same numbers as one process?
+    torchrun --nproc_per_node 6 batch_rl/main.py       one agent, five observers
+    python batch_rl/main.py --world_size 3 --rank 1 --master_addr HOST    one rank per terminal
 
-Last line, about:
-    10 observers: 2702 environment steps/s in batches, 1302 one by one: 2.1 times as many
+Last line: 10 observers: 2702 environment steps/s in batches, 1302 one by one: 2.1 times as many
 """
 
 import threading
@@ -36,14 +31,12 @@ from common.report import require_finite
 from common.session import device_for, rpc_options, wait_all
 from torch import nn, optim
 from torch.distributed import rpc
-from torch.distributed.rpc import RRef
 from torch.distributions import Categorical
-from torch.futures import Future
 from torch.nn import functional as F
 
-from batch_rl.results import BATCHED, SINGLE, History, finish, with_observers
+from batch_rl import until_solved
+from batch_rl.results import BATCHED, ENV_NAME, SINGLE, finish, with_observers
 
-ENV_NAME = "CartPole-v1"
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
 RPC_THREADS = 2  # more only queue for the interpreter lock
@@ -92,7 +85,6 @@ class Observer:
             # K states in one RPC, K actions back. Numbers travel cheaper than small tensors.
             actions = rpc.rpc_sync(agent_rref.owner(), select_action,
                                    args=(agent_rref, self.id, states))
-            states = []
             for k, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
                 state, reward, terminated, truncated, _ = env.step(action)
                 rewards[k].append(reward)
@@ -101,13 +93,12 @@ class Observer:
                     first_lengths.setdefault(k, len(rewards[k]))
                     rewards[k] = []
                     state, _ = env.reset()
-                states.append(state.tolist())
+                states[k] = state.tolist()
         return torch.tensor(returns), sum(first_lengths.values()) / len(first_lengths)
 
     def returns(self, rewards, terminated, n_steps):
         """The discounted return of each step of one stretch, a list like `rewards`."""
-        # Tutorial: 0 behind every stretch. But only a fall is an end: where time ran out, the last
-        # reward would have gone on for long.
+        # Tutorial: 0 behind every stretch, also where time ran out and rewards would have gone on.
         R = 0.0 if terminated else rewards[-1] / max(1 - self.gamma, 1 / n_steps)
         returns = []
         for r in reversed(rewards):
@@ -127,15 +118,14 @@ class Agent:
         self.optimizer = optim.Adam(self.policy.parameters(), lr=args.lr)
         self.running_reward = 0.0
         self.seeds = torch.Generator().manual_seed(args.seed)  # of the environments
-        self.agent_rref = RRef(self)
+        self.agent_rref = rpc.RRef(self)
         self.ob_rrefs = [rpc.remote(OBSERVER_NAME.format(ob_rank), Observer, args=(args,))
                          for ob_rank in range(1, world_size)]
         self.lock = threading.Lock()
 
     def act(self, states):
         """States (..., 4), numbers, to actions (...), numbers, and their log-probabilities."""
-        probs = self.policy(torch.tensor(states, device=self.device))
-        m = Categorical(probs)
+        m = Categorical(self.policy(torch.tensor(states, device=self.device)))
         actions = m.sample()
         return actions.tolist(), m.log_prob(actions)
 
@@ -150,7 +140,7 @@ class Agent:
     @staticmethod
     @rpc.functions.async_execution
     def select_action_batch(agent_rref, ob_id, states):
-        """The same, but the answer is a future: no thread waits until the last request is there."""
+        """As `select_action`. The answer is a future: no thread waits for the other observers."""
         self = agent_rref.local_value()
         with self.lock:
             # Tutorial: copied into one tensor, which autograd still needed from the step before.
@@ -158,7 +148,7 @@ class Agent:
             batch, future_actions = self.states, self.future_actions
             last = len(batch) == len(self.ob_rrefs)
             if last:
-                self.states, self.future_actions = {}, Future()  # for the next step
+                self.states, self.future_actions = {}, torch.futures.Future()  # for the next step
         future_action = future_actions.then(lambda future_actions: future_actions.wait()[ob_id])
         if last:  # outside of the lock: set_result sends the answers, and those they wake ask again
             actions, log_probs = self.act([batch[ob_id] for ob_id in range(len(batch))])
@@ -169,11 +159,10 @@ class Agent:
     def run_episode(self, batch):
         """Let every observer make its steps, all at the same time; the mean of their rewards."""
         self.saved_log_probs = [] if batch else [[] for _ in self.ob_rrefs]
-        self.states, self.future_actions = {}, Future()
+        self.states, self.future_actions = {}, torch.futures.Future()
         futs = []
         for ob_rref in self.ob_rrefs:
-            # Tutorial: one seed for all observers, who then played the same episode.
-            seed = torch.randint(2**30, (), generator=self.seeds).item()
+            seed = torch.randint(2**30, (), generator=self.seeds).item()  # Tutorial: one for all
             observer = ob_rref.rpc_async(timeout=0)  # of the episode; each request has one
             futs.append(observer.run_episode(self.agent_rref, batch, self.args.num_steps, seed))
         rets = wait_all(futs)
@@ -189,8 +178,7 @@ class Agent:
     def finish_episode(self, batch, ep_reward):
         """Train on the recorded episode (REINFORCE). No RPC here."""
         returns, log_probs = self.returns, self.log_probs(batch)
-        # Tutorial: one of them without batches had another shape; broadcasting mixed the observers.
-        assert log_probs.shape == returns.shape
+        assert log_probs.shape == returns.shape  # Tutorial: unequal; it mixed the observers
         returns = (returns - returns.mean()) / (returns.std(correction=0) + EPS)
         policy_loss = -(log_probs * returns.to(log_probs)).sum() / len(returns)
         require_finite(policy_loss, "after an episode")
@@ -198,16 +186,6 @@ class Agent:
         policy_loss.backward()
         self.optimizer.step()
         self.running_reward = 0.5 * ep_reward + 0.5 * self.running_reward
-
-
-def train(agent, args):
-    """Train with batches until the running reward is above the threshold; the metrics."""
-    history = History(agent, args)
-    while agent.running_reward <= args.reward_threshold and history.episodes < args.max_episodes:
-        ep_reward = agent.run_episode(batch=True)
-        agent.finish_episode(True, ep_reward)
-        history.add(ep_reward)
-    return history.metrics()
 
 
 def compare(agent, args):
@@ -232,7 +210,7 @@ def run_worker(rank, world_size, args):
         from batch_rl.fast_agent import FastAgent  # a subclass of this file's Agent
 
         agent = (FastAgent if args.agent == "fast" else Agent)(world_size, args)
-        metrics = train(agent, args) if args.mode == "train" else compare(agent, args)
+        metrics = until_solved.train(agent, args) if args.mode == "train" else compare(agent, args)
     rpc.shutdown()  # waits for everyone: until then, the observers answer the agent's calls
     return metrics
 
@@ -241,24 +219,16 @@ def build_parser():
     """The flags of this example."""
     parser = Parser("batch_rl", __doc__, world_size=None, min_world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
-    add("--mode", choices=["compare", "train"], default="compare",
-        help="the tutorial's experiment, or until solved")
+    add("--mode", choices=["compare", "train"], default="compare", help="train: until_solved.py")
     add("--observers", type=bounded(int, at_least=1, at_most=MOST_PROCESSES - 1), nargs="+",
-        metavar="N", help="how many; several, one after the other, to compare "
-        "(default: 1 2 5 10 to compare, 5 to train)")
+        metavar="N", help="how many; several to compare (default: 1 2 5 10; to train, 5)")
     add("--envs_per_observer", type=count, default=1, metavar="K", help="all in one request")
-    add("--agent", choices=["plain", "fast"], default="fast",
-        help="plain: an RRef in each request, as in the tutorial; fast: a name instead")
+    add("--agent", choices=["plain", "fast"], default="fast", help="fast: no RRef in requests")
     add("--num_episode", type=count, default=2, metavar="N", help="to time, after a warm-up")
     add("--num_steps", type=count, default=500, metavar="N", help="of an environment's episode")
-    add("--gamma", type=bounded(float, at_least=0, at_most=1), default=0.99,
-        help="how much to value future rewards")
+    add("--gamma", type=bounded(float, at_least=0, at_most=1), default=0.99, help="discount factor")
     add("--lr", type=bounded(float, above=0), default=0.01, help="learning rate of Adam")
-    add("--max_episodes", type=count, default=500, metavar="N", help="to train; then give up")
-    add("--reward_threshold", type=bounded(float, above=0), metavar="R",
-        default=gym.spec(ENV_NAME).reward_threshold,
-        help="to train: solved when the running reward is above it")
-    add("--log_interval", type=count, default=5, metavar="N", help="episodes between two lines")
+    until_solved.add_flags(parser)
     return parser
 
 

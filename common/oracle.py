@@ -5,10 +5,18 @@
     findings.close("weights", recorded["weights"], alone["weights"], 1e-6, "float32 rounding")
     findings.holds("updates", arrived == sent, f"{sent} were sent and {arrived} arrived")
     return verdict(findings.as_dict())          # prints a line for each; status 1 if one fails
+
+And what several oracles need to record a run, and to compute it again: numbers in float64, images
+as fingerprints, tensors as one vector, the steps of all ranks side by side.
 """
+
+import contextlib
+from itertools import zip_longest
 
 import torch
 from common import report
+from common.data import load_data
+from torch.utils.data import TensorDataset
 
 
 class Comparison:
@@ -102,6 +110,46 @@ def verdict(compared):
     return {finding["what"]: finding["difference"] for finding in findings}
 
 
+@contextlib.contextmanager
+def in_float64():
+    """New tensors and modules are of float64: in it, a mistake cannot be taken for rounding."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def load_float64(args):
+    """As `common.data.load_data`, with the images in float64: training set and test set."""
+    return tuple(TensorDataset(half.tensors[0].double(), half.tensors[1])
+                 for half in load_data(args))
+
+
+def fingerprints(images):
+    """A number for each image, by which it can be recognized: images (n, ...) to numbers (n,)."""
+    pixels = images.detach().flatten(1).cpu()
+    return pixels @ torch.linspace(1, 2, pixels.shape[1], dtype=pixels.dtype).cos()
+
+
+def flat(tensors):
+    """Tensors of any shapes as one vector, a copy on the CPU."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors]).cpu()
+
+
+def by_rank(recorded, name):
+    """What all ranks have recorded by that name: for each step, `{"rank 0": ..., "rank 1": ...}`.
+
+    Args:
+        recorded: for each rank its steps, in order, each a dict. An empty list takes the place of a
+            step that one rank lacks, or of the name in it.
+        name: in those dicts.
+    """
+    return [{f"rank {rank}": step.get(name, []) for rank, step in enumerate(of_all)}
+            for of_all in zip_longest(*recorded, fillvalue={})]
+
+
 def _leaves(entry, name=""):
     """The tensors of nested lists and dicts, named `observer1 weight`."""
     if isinstance(entry, dict):
@@ -152,4 +200,5 @@ def _difference(run, oracle, tolerance, unit, scale_at_least):
 
 
 def _counted(number, unit):
-    return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
+    plural = f"{unit}es" if unit.endswith(("s", "ch")) else f"{unit}s"
+    return f"{number} {unit if number == 1 else plural}"

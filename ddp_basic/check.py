@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common.oracle import Comparison, verdict
+from common.oracle import Comparison, by_rank, verdict
 from common.session import device_for
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -27,19 +27,51 @@ LONGEST_DELAY_S = 0.2  # of the slow rank, in a check
 PAUSE_S = 0.3  # before the checkpoint is written or read: who does not wait, fails
 
 
-def check(args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
-    demos = [*lesson.ALL, "skew"] if args.demo == "all" else [args.demo]
-    args.delay = min(args.delay, LONGEST_DELAY_S)
-    return verdict(lesson.run_demo(demos, args, record))
+def single_process(args):
+    """Train on the samples of all ranks in one batch.
+
+    Returns:
+        For each rank its steps, as its recorder would have them; and the losses of the ranks after
+        the last step.
+    """
+    torch.manual_seed(args.seed)
+    first, second = nn.Linear(10, 10), nn.Linear(10, 5)
+    weights = [first.weight, first.bias, second.weight, second.bias]
+    samples = [samples_of(rank, args) for rank in range(args.world_size)]
+    inputs, labels = (torch.cat(of_ranks) for of_ranks in zip(*samples, strict=True))
+
+    def losses_of_ranks():
+        errors = second(first(inputs).clamp(min=0)) - labels
+        return errors.square().mean(dim=1).view(args.world_size, -1).mean(dim=1)
+
+    steps = [[] for _ in samples]
+    for _ in range(args.steps):
+        losses = losses_of_ranks()
+        gradients = torch.autograd.grad(losses.mean(), weights)
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight -= args.lr * gradient
+        of_all = {"gradients": gradients, "learning rate": [args.lr],
+                  "weights": [weight.detach().clone() for weight in weights]}
+        for rank, loss in enumerate(losses.tolist()):
+            steps[rank].append({"samples": samples[rank], "loss": loss, **of_all})
+    return steps, losses_of_ranks().tolist()
+
+
+def samples_of(rank, args):
+    """What this rank should train on."""
+    def draw(seed, *shape):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    inputs = draw(1000 * args.seed + 1 + rank, args.local_batch_size, 10)
+    return inputs, inputs @ draw(args.seed, 10, 5) / 10**0.5
 
 
 class Recorder:
     """What one rank does in each step, by demo; PyTorch's hooks call it."""
 
     def __init__(self):
-        self.demo, self.steps, self.loads, self.weights = None, {}, [], []
-        self.step = {}
+        self.demo, self.steps, self.step, self.loads = None, {}, {}, []
 
     def begin(self, demo):
         """From now on, `demo` runs."""
@@ -59,6 +91,7 @@ class Recorder:
         self.step["gradients"] = [p.grad.detach().cpu().clone() for p in parameters]
         self.step["weights"] = [p.detach().cpu().clone() for p in parameters]
         self.step["learning rate"] = [group["lr"] for group in optimizer.param_groups]
+        self.step["samples"] = [self.step.pop(half, []) for half in ("inputs", "labels")]
         self.steps[self.demo].append(self.step)
         self.step = {}
 
@@ -108,86 +141,39 @@ def record(rank, world_size, args):
     return compare(metrics, everyone, recorder, args) if rank == 0 else None
 
 
-def samples_of(rank, args):
-    """What this rank should train on."""
-    def draw(seed, *shape):
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-    inputs = draw(1000 * args.seed + 1 + rank, args.local_batch_size, 10)
-    return inputs, inputs @ draw(args.seed, 10, 5) / 10**0.5
-
-
-def single_process(args):
-    """Train on the samples of all ranks in one batch.
-
-    Returns:
-        For each step, what a rank's recorder has of it, `loss` and `inputs` as lists with one entry
-        for each rank; and the losses of each rank after the last step.
-    """
-    torch.manual_seed(args.seed)
-    first, second = nn.Linear(10, 10), nn.Linear(10, 5)
-    weights = [first.weight, first.bias, second.weight, second.bias]
-    samples = [samples_of(rank, args) for rank in range(args.world_size)]
-    inputs, labels = (torch.cat(of_ranks) for of_ranks in zip(*samples, strict=True))
-
-    def losses_of_ranks():
-        errors = second(first(inputs).clamp(min=0)) - labels
-        return errors.square().mean(dim=1).view(args.world_size, -1).mean(dim=1)
-
-    steps = []
-    for _ in range(args.steps):
-        losses = losses_of_ranks()
-        gradients = torch.autograd.grad(losses.mean(), weights)
-        with torch.no_grad():
-            for weight, gradient in zip(weights, gradients, strict=True):
-                weight -= args.lr * gradient
-        steps.append({"samples": samples, "losses": losses.tolist(), "gradients": gradients,
-                      "weights": [weight.detach().clone() for weight in weights]})
-    return steps, losses_of_ranks().tolist()
+def check(args):
+    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+    demos = [*lesson.ALL, "skew"] if args.demo == "all" else [args.demo]
+    args.delay = min(args.delay, LONGEST_DELAY_S)
+    return verdict(lesson.run_demo(demos, args, record))
 
 
 def compare(metrics, everyone, recorder, args):
     """The findings as a dict, on rank 0; `everyone` has the recorders of all ranks."""
-    ranks = range(args.world_size)
     findings = Comparison(f"{args.world_size} processes")
     oracle, last = single_process(args)
-    losses = [*(step["losses"] for step in oracle), last]
     for demo in args.demos:
-        # Of all ranks, step by step. The demo skew trains twice, without the delay and with it.
-        steps = list(zip(*(one.steps[demo] for one in everyone), strict=False))
-        expected = oracle * (2 if demo == "skew" else 1)
-
-        def of_all(name, steps=steps):
-            return [{f"rank {rank}": of_rank.get(name, []) for rank, of_rank in enumerate(step)}
-                    for step in steps]
-
-        def for_all(name, expected=expected):
-            return [{f"rank {rank}": step[name] for rank in ranks} for step in expected]
-
-        findings.equal(
-            f"{demo}, samples",
-            [{f"rank {rank}": [of_rank.get("inputs", []), of_rank.get("labels", [])]
-              for rank, of_rank in enumerate(step)} for step in steps],
-            [{f"rank {rank}": step["samples"][rank] for rank in ranks} for step in expected],
-            "each rank has samples of its own, from the same seeds")
-        findings.close(f"{demo}, losses", [[s.get("loss", float("nan")) for s in step] for step in steps],
-                       [step["losses"] for step in expected], TOLERANCE, WHY)
-        findings.close(f"{demo}, gradients", of_all("gradients"), for_all("gradients"), TOLERANCE,
+        recorded = [of_rank.steps[demo] for of_rank in everyone]
+        trainings = 2 if demo == "skew" else 1  # without the delay and with it
+        expected = [steps * trainings for steps in oracle]
+        findings.equal(f"{demo}, samples", by_rank(recorded, "samples"),
+                       by_rank(expected, "samples"),
+                       "each rank has samples of its own, from the same seeds")
+        findings.close(f"{demo}, losses", losses_of(recorded), losses_of(expected), TOLERANCE, WHY)
+        findings.close(f"{demo}, gradients", by_rank(recorded, "gradients"),
+                       by_rank(expected, "gradients"), TOLERANCE,
                        WHY + ": the average of the ranks is the gradient of all samples")
-        findings.close(f"{demo}, weights", of_all("weights"), for_all("weights"), TOLERANCE, WHY)
-        findings.equal(f"{demo}, weights on all ranks", of_all("weights"),
-                       [{f"rank {rank}": step[0]["weights"] for rank in ranks} for step in steps],
+        findings.close(f"{demo}, weights", by_rank(recorded, "weights"),
+                       by_rank(expected, "weights"), TOLERANCE, WHY)
+        findings.equal(f"{demo}, weights on all ranks", by_rank(recorded, "weights"),
+                       by_rank(recorded[:1] * args.world_size, "weights"),
                        "held against those of rank 0")
-        findings.equal(f"{demo}, learning rates", of_all("learning rate"),
-                       [{f"rank {rank}": [args.lr] for rank in ranks} for _ in expected], "--lr")
+        findings.equal(f"{demo}, learning rates", by_rank(recorded, "learning rate"),
+                       by_rank(expected, "learning rate"), "--lr")
         if demo == "skew":
             compare_times(findings, metrics["skew"], args)
         else:
-            means = [statistics.fmean(step) for step in losses]
-            reported = [metrics[demo][name] for name in ("loss_before", "loss_after")]
-            findings.close(f"{demo}, reported losses", [*map(list, zip(*metrics[demo]["losses_per_rank"], strict=True)),
-                                                        metrics[demo]["losses"], reported],
-                           [*losses, means, [means[0], means[-1]]], TOLERANCE, WHY, unit="row")
+            compare_report(findings, demo, metrics[demo], [*losses_of(oracle), last])
     if "checkpoint" in args.demos:
         loads = [one.loads for one in everyone]
         findings.holds("checkpoint, how it is read", loads == [[[True, True]]] * args.world_size,
@@ -198,14 +184,29 @@ def compare(metrics, everyone, recorder, args):
     return findings.as_dict()
 
 
+def losses_of(recorded):
+    """The losses of all ranks, step by step."""
+    return [list(of_all.values()) for of_all in by_rank(recorded, "loss")]
+
+
+def compare_report(findings, demo, reported, losses):
+    """What a demo reports, against the `losses` of all ranks before each step and at the end."""
+    means = [statistics.fmean(of_all) for of_all in losses]
+    before_and_after = [reported["loss_before"], reported["loss_after"]]
+    rows = [list(of_all) for of_all in zip(*reported["losses_per_rank"], strict=True)]
+    findings.close(f"{demo}, reported losses", [*rows, reported["losses"], before_and_after],
+                   [*losses, means, [means[0], means[-1]]], TOLERANCE, WHY, unit="row")
+
+
 def compare_times(findings, skew, args):
     """The times of the demo skew: they have bounds only, and medians."""
-    medians = [[statistics.median(end - start for start, end in pairs) for pairs in
-                ([(s, b) for s, b, _ in spans], [(b, e) for _, b, e in spans],
-                 [(s, e) for s, _, e in spans])] for spans in skew["spans"]]
-    findings.equal("skew, reported times", list(zip(*(skew[key] for key in
-                                                      ("compute_s", "wait_s", "step_s")), strict=True)),
-                   medians, "medians of the recorded times", unit="rank")
+    medians = [[statistics.median(backward - start for start, backward, _ in spans),
+                statistics.median(end - backward for _, backward, end in spans),
+                statistics.median(end - start for start, _, end in spans)]
+               for spans in skew["spans"]]
+    reported = zip(skew["compute_s"], skew["wait_s"], skew["step_s"], strict=True)
+    findings.equal("skew, reported times", list(reported), medians,
+                   "medians of the recorded times", unit="rank")
     if args.delay < 0.1 or args.world_size == 1:
         return  # too short to be told from a busy machine
     slow, fast = args.slow_rank, [rank for rank in range(args.world_size) if rank != args.slow_rank]

@@ -7,7 +7,7 @@ def toy_samples(rank, args):
     """The samples of one rank, the same in every step.
 
     Args:
-        rank: draws samples of its own: with one seed for all, all ranks would train on the same ones.
+        rank: has samples of its own: with one seed for all, all ranks would train on the same.
         args: with `seed` and `local_batch_size`, called n here.
 
     Returns:

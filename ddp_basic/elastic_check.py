@@ -12,28 +12,79 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common.data import load_data
 from common.launch import launch
-from common.oracle import Comparison, verdict
+from common.oracle import Comparison, by_rank, fingerprints, flat, load_float64, verdict
 from common.session import device_for
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import TensorDataset
 
 from ddp_basic import elastic as lesson
 
 EPOCHS, STOP_AFTER = 2, 1
 TOLERANCE = 1e-9
 WHY = "float64 sums in another order"
+COMPARED = (  # of each step: what, the tolerance, and why
+    ("images", TOLERANCE, "its share of a shuffle made from (seed, epoch)"),
+    ("labels", 0.0, WHY),
+    ("loss", TOLERANCE, WHY),
+    ("gradients", TOLERANCE, WHY),
+    ("weights", TOLERANCE, WHY),
+    ("settings", 0.0, "learning rate and momentum"),
+)
 
 
-def check(args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
-    with tempfile.TemporaryDirectory() as folder:
-        args.epochs, args.checkpoint = EPOCHS, Path(folder, "run.pt")
-        return verdict(launch(record, args, lesson.role_name))
+def single_process(args):
+    """Train without DDP, on the batches of all ranks joined.
+
+    Returns:
+        For each rank its steps, as its recorder would have them; the history of the epochs.
+    """
+    device = device_for(args.device)
+    (images, labels), (test_images, test_labels) = (
+        [tensor.to(device) for tensor in half.tensors] for half in load_float64(args))
+    # The initial weights are the lesson's, in the order in which its layers draw them.
+    torch.manual_seed(args.seed)
+    layers = nn.Conv2d(1, 16, 5), nn.Conv2d(16, 32, 5), nn.Linear(512, 10)
+    weights = [tensor.to(device).detach().requires_grad_()
+               for layer in layers for tensor in (layer.weight, layer.bias)]
+    velocities = [torch.zeros_like(weight) for weight in weights]
+
+    def scores(images):
+        x = nn.functional.conv2d(images, *weights[:2], stride=2).clamp(min=0)
+        x = nn.functional.conv2d(x, *weights[2:4], stride=2).clamp(min=0)
+        return x.flatten(1) @ weights[4].T + weights[5]
+
+    ranks, of_rank = args.world_size, args.global_batch_size // args.world_size
+    steps, history = [[] for _ in range(ranks)], []
+    for epoch in range(1, args.epochs + 1):
+        generator = torch.Generator().manual_seed(args.seed + epoch)
+        order = torch.randperm(len(images), generator=generator)
+        order = torch.cat([order, order[: -len(order) % ranks]])  # as many for each rank
+        total, seen = 0.0, 0
+        for start in range(0, len(order) // ranks, of_rank):
+            shares = [order[rank::ranks][start : start + of_rank] for rank in range(ranks)]
+            losses = torch.stack([
+                scores(images[share]).log_softmax(1)[range(len(share)), labels[share]].mean().neg()
+                for share in shares])
+            gradients = torch.autograd.grad(losses.mean(), weights)
+            with torch.no_grad():
+                for weight, velocity, gradient in zip(weights, velocities, gradients, strict=True):
+                    velocity.mul_(0.9).add_(gradient)
+                    weight -= args.lr * velocity
+            total += losses.mean().item() * len(shares[0])
+            seen += len(shares[0])
+            of_all = {"gradients": flat(gradients), "weights": flat(weights),
+                      "settings": [args.lr, 0.9]}
+            for rank, share in enumerate(shares):
+                steps[rank].append({"images": fingerprints(images[share]),
+                                    "labels": labels[share].cpu(),
+                                    "loss": losses[rank].item(), **of_all})
+        with torch.no_grad():
+            correct = (scores(test_images).argmax(1) == test_labels).double().mean().item()
+        history.append({"epoch": epoch, "loss": total / seen, "accuracy": correct})
+    return steps, history
 
 
 class Recorder:
@@ -50,27 +101,14 @@ class Recorder:
         """After the forward of any module."""
         if isinstance(module, DDP):
             self.step["images"] = fingerprints(inputs[0])
-            self.scores = output
 
     def stepped(self, optimizer, *_):
         """After any optimizer's step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.step["gradients"] = torch.cat([p.grad.flatten() for p in parameters]).cpu()
-        self.step["weights"] = torch.cat([p.detach().flatten() for p in parameters]).cpu()
+        self.step |= {"gradients": flat([p.grad for p in parameters]), "weights": flat(parameters)}
         self.step["settings"] = [optimizer.param_groups[0][name] for name in ("lr", "momentum")]
         self.steps.append(self.step)
         self.step = {}
-
-
-def fingerprints(images):
-    """A number for each image, by which it can be recognized."""
-    pixels = images.detach().flatten(1).cpu()
-    return pixels @ torch.linspace(1, 2, pixels.shape[1], dtype=pixels.dtype).cos()
-
-
-def float64(args):
-    """The data of the lesson, images in float64."""
-    return tuple(TensorDataset(half.tensors[0].double(), half.tensors[1]) for half in load_data(args))
 
 
 def record(rank, world_size, args):
@@ -96,7 +134,7 @@ def record(rank, world_size, args):
     hooks = [register_module_forward_hook(recorder.forward),
              register_optimizer_step_post_hook(recorder.stepped)]
     with (mock.patch.object(lesson, "train", train_and_interrupt),
-          mock.patch.object(lesson, "load_data", float64),
+          mock.patch.object(lesson, "load_data", load_float64),
           mock.patch.object(nn.functional, "cross_entropy", recorded_loss)):
         metrics = lesson.run_worker(rank, world_size, args)
     for hook in hooks:
@@ -104,87 +142,32 @@ def record(rank, world_size, args):
     return compare(metrics, histories, everyone, args) if rank == 0 else None
 
 
-def single_process(args):
-    """Train without DDP, on the batches of all ranks joined.
-
-    Returns:
-        For each step what the recorders have of it, with an entry for each rank in `images`,
-        `labels` and `losses`; the history of the epochs.
-    """
-    device = device_for(args.device)
-    (images, labels), (test_images, test_labels) = (
-        [tensor.to(device) for tensor in half.tensors] for half in float64(args))
-    # The initial weights are the lesson's, in the order in which its layers draw them.
-    torch.manual_seed(args.seed)
-    layers = nn.Conv2d(1, 16, 5), nn.Conv2d(16, 32, 5), nn.Linear(512, 10)
-    weights = [tensor.to(device).detach().requires_grad_()
-               for layer in layers for tensor in (layer.weight, layer.bias)]
-    velocities = [torch.zeros_like(weight) for weight in weights]
-
-    def scores(images):
-        x = nn.functional.conv2d(images, *weights[:2], stride=2).clamp(min=0)
-        x = nn.functional.conv2d(x, *weights[2:4], stride=2).clamp(min=0)
-        return x.flatten(1) @ weights[4].T + weights[5]
-
-    steps, history = [], []
-    ranks, of_rank = args.world_size, args.global_batch_size // args.world_size
-    for epoch in range(1, args.epochs + 1):
-        generator = torch.Generator().manual_seed(args.seed + epoch)
-        order = torch.randperm(len(images), generator=generator)
-        order = torch.cat([order, order[: -len(order) % ranks]])  # as many for each rank
-        total, seen = 0.0, 0
-        for start in range(0, len(order) // ranks, of_rank):
-            shares = [order[rank::ranks][start : start + of_rank] for rank in range(ranks)]
-            losses = torch.stack([
-                scores(images[share]).log_softmax(1)[range(len(share)), labels[share]].mean().neg()
-                for share in shares])
-            gradients = torch.autograd.grad(losses.mean(), weights)
-            with torch.no_grad():
-                for weight, velocity, gradient in zip(weights, velocities, gradients, strict=True):
-                    velocity.mul_(0.9).add_(gradient)
-                    weight -= args.lr * velocity
-            total += losses.mean().item() * len(shares[0])
-            seen += len(shares[0])
-            steps.append({
-                "images": [fingerprints(images[share]) for share in shares],
-                "labels": [labels[share].cpu() for share in shares],
-                "losses": losses.tolist(),
-                "gradients": torch.cat([gradient.flatten() for gradient in gradients]).cpu(),
-                "weights": torch.cat([weight.detach().flatten() for weight in weights]).cpu()})
-        with torch.no_grad():
-            correct = (scores(test_images).argmax(1) == test_labels).double().mean().item()
-        history.append({"epoch": epoch, "loss": total / seen, "accuracy": correct})
-    return steps, history
+def check(args):
+    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        args.epochs, args.checkpoint = EPOCHS, Path(folder, "run.pt")
+        return verdict(launch(record, args, lesson.role_name))
 
 
 def compare(metrics, histories, everyone, args):
     """The findings as a dict, on rank 0; `everyone` has the recorded trainings of all ranks."""
     findings = Comparison(f"{args.world_size} processes")
     oracle, history = single_process(args)
-    ranks, first = range(args.world_size), len(oracle) * STOP_AFTER // args.epochs
-    of_training = {"stopped": oracle[:first], "resumed": oracle[first:], "whole": oracle}
+    first = len(oracle[0]) * STOP_AFTER // args.epochs
 
     def of_ranks(training, name):
-        return [{f"rank {rank}": step.get(name, []) for rank, step in enumerate(of_step)}
-                for of_step in zip(*(one[training] for one in everyone), strict=False)]
+        return by_rank([of_rank[training] for of_rank in everyone], name)
 
-    for training, steps in of_training.items():
-        for name, expected in (("images", lambda step, rank: step["images"][rank]),
-                               ("labels", lambda step, rank: step["labels"][rank]),
-                               ("loss", lambda step, rank: step["losses"][rank]),
-                               ("gradients", lambda step, _: step["gradients"]),
-                               ("weights", lambda step, _: step["weights"]),
-                               ("settings", lambda *_: [args.lr, 0.9])):
-            theirs = [{f"rank {rank}": expected(step, rank) for rank in ranks} for step in steps]
-            because = {"images": "its share of a shuffle made from (seed, epoch)",
-                       "settings": "learning rate and momentum"}.get(name, WHY)
-            tolerance = 0.0 if name in ("labels", "settings") else TOLERANCE
-            findings.close(f"{training}, {name}", of_ranks(training, name), theirs, tolerance, because)
+    for training, part in (("stopped", slice(first)), ("resumed", slice(first, None)),
+                           ("whole", slice(None))):
+        for name, tolerance, because in COMPARED:
+            findings.close(f"{training}, {name}", of_ranks(training, name),
+                           by_rank(oracle, name)[part], tolerance, because)
     for name in ("loss", "gradients", "weights"):
         findings.equal(f"resumed as if never stopped, {name}", of_ranks("resumed", name),
                        of_ranks("whole", name)[first:], "nothing may depend on the interruption")
     findings.equal("weights on all ranks", of_ranks("whole", "weights"),
-                   [{f"rank {rank}": step["weights"] for rank in ranks} for step in everyone[0]["whole"]],
+                   by_rank([everyone[0]["whole"]] * args.world_size, "weights"),
                    "held against those of rank 0")
     for training, until in (("stopped", STOP_AFTER), ("resumed", None), ("whole", None)):
         findings.close(f"{training}, reported history", histories[training], history[:until],

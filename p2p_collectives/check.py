@@ -18,68 +18,8 @@ from p2p_collectives.messages import recorded
 DELAY_S = 0.1  # of messages, for each rank
 
 
-def check(args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
-    return verdict(launch(record, args, lesson.role_name))
-
-
-def record(rank, world_size, args):
-    """Run the lesson; rank 0 returns the findings."""
-    everyone, leave = [None] * world_size, dist.destroy_process_group
-    with recorded(delay=DELAY_S * (rank + 1)) as messages:
-
-        def gather_and_leave():
-            dist.all_gather_object(everyone, messages.not_waited_for())
-            leave()
-
-        with mock.patch.object(dist, "destroy_process_group", gather_and_leave):
-            metrics = lesson.run_worker(rank, world_size, args)
-    return None if rank else compare(metrics, everyone, args)
-
-
-def compare(metrics, not_waited_for, args):
-    """The findings as a dict, on rank 0."""
-    findings = Comparison(f"{args.world_size} processes")
-    oracle = single_process(args.world_size)
-    demos = lesson.DEMOS if args.demo == "all" else [args.demo]
-    ran = {operation["operation"]: operation for operation in metrics["operations"]}
-    expected = [name for demo in demos for name in OPERATIONS[demo]]
-    missing = [name for name in expected if name not in ran]
-    absent = [operation["says"] for operation in ran.values() if "not in " in operation["says"]]
-    findings.holds("operations", len(missing) == len(absent) and not (
-        absent and metrics["backend"] == "gloo"), f"{len(expected)} were expected; not there: "
-        f"{', '.join(missing) or 'none'}; the backend refused: {', '.join(absent) or 'none'}")
-    for name in [name for name in expected if name in ran]:
-        rows, theirs = ran[name]["rows"], oracle[name]
-        if name == "barrier":  # how many were there before it is up to the machine
-            if rows[0][1] is None:
-                continue  # several machines
-            rows = [[None, after] for _, after in rows]
-        findings.equal(name, [side_by_side(row) for row in rows],
-                       [side_by_side(row) for row in theirs], "small whole numbers are exact", "rank")
-    findings.holds("requests", not any(not_waited_for), "of isend and irecv, the ranks did not wait "
-                   f"for {not_waited_for} requests")
-    return findings.as_dict()
-
-
-def side_by_side(row):
-    """Before and after, without what is undefined."""
-    return {name: cell for name, cell in zip(("before", "after"), row, strict=True) if cell is not None}
-
-
-OPERATIONS = {
-    "blocking": ["send, recv"],
-    "nonblocking": ["isend, irecv", "batch_isend_irecv"],
-    "all_reduce": ["all_reduce in [0, 1]"],
-    "collectives": ["broadcast", "scatter", "gather", "reduce SUM", "all_reduce SUM",
-                    "all_reduce PRODUCT", "all_reduce MIN", "all_reduce MAX", "all_reduce AVG",
-                    "all_gather", "reduce_scatter SUM", "all_to_all", "barrier"],
-    "groups": ["all_reduce in evens, odds", "broadcast in evens, odds"],
-}
-
-
 def single_process(size):
-    """What the ranks hold: `{operation: [[before, after] of each rank]}`; None where it is undefined."""
+    """What the ranks hold: `{operation: [[before, after] of each rank]}`, None where undefined."""
     ranks = range(size)
     counts = [[rank + 1] for rank in ranks]  # 1, 2, 3, ...
     tens = [[10 * rank] for rank in ranks]
@@ -111,9 +51,72 @@ def single_process(size):
         "all_reduce MAX": reduced(counts, max),
         "all_reduce AVG": reduced(counts, lambda numbers: sum(numbers) / size),
         "all_gather": pairs(tens, [everything] * size),
-        "reduce_scatter SUM": pairs(lists, [[sum(of_rank[rank] for of_rank in lists)] for rank in ranks]),
+        "reduce_scatter SUM": pairs(lists, [[sum(column)] for column in zip(*lists, strict=True)]),
         "all_to_all": pairs(matrix, [[row[rank] for row in matrix] for rank in ranks]),
         "barrier": pairs([None] * size, [[size]] * size),
-        "all_reduce in evens, odds": pairs([[rank] for rank in ranks], [[sum(of)] for of in own_kind]),
-        "broadcast in evens, odds": pairs(tens, [[10 * of[0]] for of in own_kind]),
+        "all_reduce in evens, odds": pairs([[rank] for rank in ranks],
+                                           [[sum(kind)] for kind in own_kind]),
+        "broadcast in evens, odds": pairs(tens, [[10 * kind[0]] for kind in own_kind]),
     }
+
+
+def record(rank, world_size, args):
+    """Run the lesson; rank 0 returns the findings."""
+    everyone, leave = [None] * world_size, dist.destroy_process_group
+    with recorded(delay=DELAY_S * (rank + 1)) as messages:
+
+        def gather_and_leave():
+            dist.all_gather_object(everyone, messages.not_waited_for())
+            leave()
+
+        with mock.patch.object(dist, "destroy_process_group", gather_and_leave):
+            metrics = lesson.run_worker(rank, world_size, args)
+    return None if rank else compare(metrics, everyone, args)
+
+
+def check(args):
+    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+    return verdict(launch(record, args, lesson.role_name))
+
+
+OPERATIONS = {
+    "blocking": ["send, recv"],
+    "nonblocking": ["isend, irecv", "batch_isend_irecv"],
+    "all_reduce": ["all_reduce in [0, 1]"],
+    "collectives": ["broadcast", "scatter", "gather", "reduce SUM", "all_reduce SUM",
+                    "all_reduce PRODUCT", "all_reduce MIN", "all_reduce MAX", "all_reduce AVG",
+                    "all_gather", "reduce_scatter SUM", "all_to_all", "barrier"],
+    "groups": ["all_reduce in evens, odds", "broadcast in evens, odds"],
+}
+
+
+def compare(metrics, not_waited_for, args):
+    """The findings as a dict, on rank 0."""
+    findings = Comparison(f"{args.world_size} processes")
+    oracle = single_process(args.world_size)
+    demos = lesson.DEMOS if args.demo == "all" else [args.demo]
+    ran = {operation["operation"]: operation for operation in metrics["operations"]}
+    expected = [name for demo in demos for name in OPERATIONS[demo]]
+    missing = [name for name in expected if name not in ran]
+    absent = [operation["says"] for operation in ran.values() if "not in " in operation["says"]]
+    findings.holds("operations", len(missing) == len(absent) and not (
+        absent and metrics["backend"] == "gloo"), f"{len(expected)} were expected; not there: "
+        f"{', '.join(missing) or 'none'}; the backend refused: {', '.join(absent) or 'none'}")
+    for name in [name for name in expected if name in ran]:
+        rows, theirs = ran[name]["rows"], oracle[name]
+        if name == "barrier":  # how many were there before it is up to the machine
+            if rows[0][1] is None:
+                continue  # several machines
+            rows = [[None, after] for _, after in rows]
+        findings.equal(name, [side_by_side(row) for row in rows],
+                       [side_by_side(row) for row in theirs], "small whole numbers are exact",
+                       "rank")
+    findings.holds("requests", not any(not_waited_for),
+                   f"of isend and irecv, the ranks did not wait for {not_waited_for} requests")
+    return findings.as_dict()
+
+
+def side_by_side(row):
+    """Before and after, without what is undefined."""
+    cells = zip(("before", "after"), row, strict=True)
+    return {name: cell for name, cell in cells if cell is not None}

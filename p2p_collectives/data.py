@@ -1,4 +1,7 @@
-"""Which samples a rank has in each step: as many steps on all ranks, and every sample once an epoch."""
+"""Which samples a rank has in each step.
+
+All ranks have as many steps, and every sample is used once in each epoch.
+"""
 
 import math
 
@@ -23,7 +26,7 @@ def steps_of_epoch(partitions, global_batch_size):
 
 
 def cut(index, steps, rank):
-    """Cut positions into a piece for each step; some are longer by one, on each rank in other steps."""
+    """Cut positions into a piece for each step; some, on each rank others, are longer by one."""
     pieces = index.tensor_split(steps)
     return pieces[-rank % steps :] + pieces[: -rank % steps]
 

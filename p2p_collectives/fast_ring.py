@@ -13,18 +13,21 @@ SOCKET_BUFFER_BYTES = 256 * 2**10
 
 
 class RingAllReduce:
-    """`ring_chunked`, as fast as it gets in Python: call it with a contiguous tensor, which is summed in place.
+    """`ring_chunked`, as fast as it gets in Python: call it to sum a contiguous tensor in place.
 
-    - Receives are posted before the data come. A message that nobody waits for must first ask where to go.
-    - In the reduce-scatter a chunk travels in segments: while one is added the next one travels, and it is passed on at
-      once. Their buffers are made once, here, and used again in every call.
-    - In the all-gather there is nothing to add: chunks travel whole, straight to their place in the tensor.
+    - Receives are posted before the data come. A message that nobody waits for must first ask where
+      to go.
+    - In the reduce-scatter a chunk travels in segments: while one is added the next one travels,
+      and it is passed on at once. Their buffers are made once, here, and used again in every call.
+    - In the all-gather there is nothing to add: chunks travel whole, straight to their place in the
+      tensor.
     - `group` may have connections of its own: see `group_with_small_buffers`.
 
     Args:
         dtype: of the tensors to come.
         group: of all ranks; None for the default one.
-        segment_bytes: smaller segments overlap sooner, but each message costs a core about 0.1 ms in Python and gloo.
+        segment_bytes: smaller segments overlap sooner, but each message costs a core about 0.1 ms
+            in Python and gloo.
         n_buffers: receives posted at a time.
     """
 
@@ -33,18 +36,22 @@ class RingAllReduce:
         self.buffers = [torch.empty(self.segment_size, dtype=dtype) for _ in range(n_buffers)]
 
     def __call__(self, tensor):
-        """Sum `tensor` over all ranks; all of them end with the same bits, since each chunk is added up only once."""
+        """Sum `tensor` over all ranks: bitwise identical on all, as each chunk is added up once."""
         rank, size = dist.get_rank(), dist.get_world_size()
         if size == 1:
             return
         left, right = (rank - 1) % size, (rank + 1) % size
         chunks = tensor.view(-1).tensor_split(size)
-        steps = [chunks[rank - step].split(self.segment_size) for step in range(size)]  # what to send, then to add to
+        # The chunk of each step, in segments: from the second step on, what comes is added to it
+        # before it is sent.
+        steps = [chunks[rank - step].split(self.segment_size) for step in range(size)]
 
-        # Where messages land, in the order in which they come: segments in the buffers, in turns, complete chunks in
-        # place. They may land on what we have sent without waiting for that send: a sum contains what we sent.
+        # Where messages land, in the order in which they come: segments in the buffers, in turns,
+        # complete chunks in place. They may land on what we have sent without waiting for that
+        # send: a sum contains what we sent.
         to_add = itertools.chain.from_iterable(steps[1:])
-        landings = deque(buffer[: len(segment)] for buffer, segment in zip(itertools.cycle(self.buffers), to_add))
+        landings = deque(buffer[: len(segment)]
+                         for buffer, segment in zip(itertools.cycle(self.buffers), to_add))
         landings.extend(chunks[rank - step] for step in range(size - 1))
         posted, sends = deque(), []
 
@@ -80,11 +87,12 @@ class RingAllReduce:
 
 
 def group_with_small_buffers():
-    """Make a group of all ranks whose connections hold little data at a time, for ranks on one machine.
+    """Make a group of all ranks of one machine whose connections hold little data at a time.
 
-    By default several megabytes are on their way from rank to rank inside the kernel, more than a core's cache holds.
-    With 256 KiB the rings were measurably faster, presumably since the receiver finds the data in a cache. Across a
-    network a fast connection needs the large buffers: there, and where there is no /proc, this changes nothing.
+    By default several megabytes are on their way from rank to rank inside the kernel, more than a
+    core's cache holds. With 256 KiB the rings were measurably faster, presumably since the receiver
+    finds the data in a cache. Across a network a fast connection needs the large buffers: there,
+    and where there is no /proc, this changes nothing.
 
     Raises:
         RuntimeError: if not all ranks call it, after the timeout of the default group.
@@ -101,5 +109,5 @@ def group_with_small_buffers():
 
 
 def _sockets():
-    """The descriptors of the sockets of this process; gloo does not tell its own."""
+    """The descriptors of the sockets of this process; gloo does not say which are its own."""
     return {int(path.name) for path in Path("/proc/self/fd").glob("*") if path.is_socket()}

@@ -14,9 +14,11 @@ from common.oracle import Comparison, verdict
 from p2p_collectives import init_methods as lesson
 
 
-def check(args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
-    return verdict(launch(record, args, lesson.role_name))
+def single_process(args):
+    """For each rank: its group (rank, world size, timeout), its number, the sum of all numbers."""
+    numbers = [1.0 + rank for rank in range(args.world_size)]
+    return [{"group": [rank, args.world_size, args.timeout], "brought": [number],
+             "took": [sum(numbers)]} for rank, number in enumerate(numbers)]
 
 
 def record(rank, world_size, args):
@@ -50,11 +52,9 @@ def record(rank, world_size, args):
     return compare(metrics, everyone, args) if rank == 0 else None
 
 
-def single_process(args):
-    """For each rank: its group (rank, world size, timeout), its number, the sum of all numbers."""
-    numbers = [1.0 + rank for rank in range(args.world_size)]
-    return [{"group": [rank, args.world_size, args.timeout], "brought": [number],
-             "took": [sum(numbers)]} for rank, number in enumerate(numbers)]
+def check(args):
+    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+    return verdict(launch(record, args, lesson.role_name))
 
 
 def compare(metrics, everyone, args):

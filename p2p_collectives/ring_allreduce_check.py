@@ -3,7 +3,7 @@
 The lesson measures all types and awkward sizes: no elements, fewer than ranks, sizes that do not
 divide, several segments. Instead of its numbers each rank has random ones, so that no mix-up of
 chunks or ranks can go unnoticed. Recorded are the sums on every rank, who sends how many bytes to
-whom, and who waits for what. In the last size of each type the last rank loses known times after
+whom, and who waits for what. In the last size of one type the last rank loses known times after
 each sum: the times that the lesson reports must be made of these.
 """
 
@@ -15,14 +15,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from common.launch import launch
-from common.oracle import Comparison, verdict
+from common.oracle import Comparison, by_rank, verdict
 
 from p2p_collectives import ring_allreduce as lesson
 from p2p_collectives.fast_ring import RingAllReduce
 from p2p_collectives.messages import recorded
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
-
 REPEATS = 3
 LOSES_S = (0.6, 0.0, 0.05, 0.4)  # in each round: the first one warms up, and must not count
 CLOSE_S = 0.06  # which a reported time may be longer than the recorded one, on a busy machine
@@ -30,18 +29,30 @@ TIMED = "float32"
 RINGS = ("ring_naive", "ring_chunked", "RingAllReduce", "RingAllReduce_short")
 
 
-def check(args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
-    n = args.world_size
-    args.sizes = [8 * count for count in (0, 1, n - 1, n, n + 1, 1000)]  # in bytes
-    args.repeats = REPEATS
-    return verdict(launch(record, args, lesson.role_name))
+def single_process(args):
+    """The sum of all ranks, `{dtype: {bytes: tensor}}`."""
+    return {name: {size: sum(numbers_of(rank, size // dtype.itemsize, dtype, args.seed)
+                             for rank in range(args.world_size)) for size in args.sizes}
+            for name, dtype in DTYPES.items()}
 
 
 def numbers_of(rank, n, dtype, seed):
     """What a rank adds to the sum: n random numbers, others on each rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return (1e6 * torch.randn(n, dtype=torch.float64, generator=generator)).to(dtype)
+
+
+def messages_of(name, rank, world_size, n_bytes, itemsize):
+    """How many bytes a rank should send, and a list of those to whom it should send them."""
+    if world_size == 1:
+        return [0, []]
+    shorter, longer = divmod(n_bytes // itemsize, world_size)  # so many chunks are longer
+    chunks = [(shorter + (chunk < longer)) * itemsize for chunk in range(world_size)]
+    if name == "ring_naive":
+        total = (world_size - 1) * sum(chunks)
+    else:  # all chunks but one to add, all but one that are complete
+        total = 2 * sum(chunks) - chunks[(rank + 1) % world_size] - chunks[(rank + 2) % world_size]
+    return [total, [(rank + 1) % world_size]]
 
 
 def record(rank, world_size, args):
@@ -52,16 +63,16 @@ def record(rank, world_size, args):
 
         def recording(name, all_reduce, counts):
             def summed(tensor):
-                size = tensor.nbytes
+                dtype, size = str(tensor.dtype).removeprefix("torch."), tensor.nbytes
                 repeat = counts[name, size] = counts.get((name, size), -1) + 1
                 began, first = time.perf_counter(), len(messages.sent)
                 all_reduce(tensor)
-                if rank == world_size - 1 and tensor.dtype == torch.float32 and size == args.sizes[-1]:
+                if rank == world_size - 1 and (dtype, size) == (TIMED, args.sizes[-1]):
                     time.sleep(LOSES_S[repeat])
                 seconds = time.perf_counter() - began
-                calls.append({"name": name, "dtype": str(tensor.dtype).removeprefix("torch."),
-                              "bytes": size, "repeat": repeat, "seconds": seconds,
-                              "sum": tensor.clone(), "sent": messages.sent[first:]})
+                calls.append({"name": name, "dtype": dtype, "bytes": size, "repeat": repeat,
+                              "seconds": seconds, "sum": tensor.clone(),
+                              "sent": messages.sent[first:]})
 
             return summed
 
@@ -86,24 +97,12 @@ def record(rank, world_size, args):
     return compare(rows, everyone, args) if rank == 0 else None
 
 
-def single_process(args):
-    """The sum of all ranks, `{dtype: {bytes: tensor}}`."""
-    return {name: {size: sum(numbers_of(rank, size // dtype.itemsize, dtype, args.seed)
-                             for rank in range(args.world_size)) for size in args.sizes}
-            for name, dtype in DTYPES.items()}
-
-
-def messages_of(name, rank, world_size, n_elements, itemsize):
-    """How many bytes a rank should send, and to whom it should send them."""
-    if world_size == 1:
-        return 0, []
-    longer = n_elements % world_size
-    chunks = [(n_elements // world_size + (chunk < longer)) * itemsize for chunk in range(world_size)]
-    if name == "ring_naive":
-        total = (world_size - 1) * sum(chunks)
-    else:  # all chunks but one to add, all but one that are complete
-        total = 2 * sum(chunks) - chunks[(rank + 1) % world_size] - chunks[(rank + 2) % world_size]
-    return total, [(rank + 1) % world_size]
+def check(args):
+    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+    n = args.world_size
+    args.sizes = [8 * count for count in (0, 1, n - 1, n, n + 1, 1000)]  # in bytes
+    args.repeats = REPEATS
+    return verdict(launch(record, args, lesson.role_name))
 
 
 def compare(rows, everyone, args):
@@ -115,8 +114,7 @@ def compare(rows, everyone, args):
         for dtype, torch_dtype in DTYPES.items():
             mine = [[call for call in of_rank if (call["name"], call["dtype"]) == (name, dtype)]
                     for of_rank in calls]
-            sums = [{f"rank {rank}": call["sum"] for rank, call in enumerate(of_all)}
-                    for of_all in zip(*mine, strict=False)]
+            sums = by_rank(mine, "sum")
             # Numbers are added in another order than in one process: each addition rounds.
             eps = torch.finfo(torch_dtype).eps if torch_dtype.is_floating_point else 0.0
             theirs = [{f"rank {rank}": oracle[dtype][size] for rank in ranks}
@@ -131,22 +129,23 @@ def compare(rows, everyone, args):
                 sent = [[[sum(n_bytes for _, n_bytes in call["sent"]),
                           sorted({receiver for receiver, _ in call["sent"]})] for call in of_all]
                         for of_all in zip(*mine, strict=False)]
-                expected = [[list(messages_of(name, rank, args.world_size, size // torch_dtype.itemsize,
-                                              torch_dtype.itemsize)) for rank in ranks]
-                            for size in args.sizes for _ in range(REPEATS + 1)]
+                expected = [[messages_of(name, rank, args.world_size, size, torch_dtype.itemsize)
+                             for rank in ranks] for size in args.sizes for _ in range(REPEATS + 1)]
                 findings.equal(f"{name} {dtype}, bytes sent and to whom", sent, expected,
                                "to the right neighbour only", unit="sum")
         compare_times(findings, name, rows[TIMED], calls, args)
-    findings.holds("requests", not any(count for _, count in everyone), "the ranks did not wait for "
-                   f"{[count for _, count in everyone]} requests")
+    not_waited_for = [count for _, count in everyone]
+    findings.holds("requests", not any(not_waited_for),
+                   f"the ranks did not wait for {not_waited_for} requests")
     return findings.as_dict()
 
 
 def compare_times(findings, name, rows, calls, args):
-    """The row of the largest size, against the recorded times: the slowest rank's, without the first."""
+    """The row of the largest size, against the times of the slowest rank, without the first."""
     size = args.sizes[-1]
-    rounds = [[call["seconds"] for call in of_rank if (call["name"], call["dtype"], call["bytes"]) ==
-               (name, TIMED, size)] for of_rank in calls]
+    rounds = [[call["seconds"] for call in of_rank
+               if (call["name"], call["dtype"], call["bytes"]) == (name, TIMED, size)]
+              for of_rank in calls]
     slowest = [max(of_all) for of_all in zip(*rounds, strict=False)]
     median = statistics.median(slowest[1:])
     of_size = {row["algorithm"]: row for row in rows if row["bytes"] == size}

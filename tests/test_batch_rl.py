@@ -133,7 +133,7 @@ def test_check_passes(flags, capfd, tmp_path):
 def test_compare(tmp_path):
     """The README's command, with fewer and shorter episodes."""
     less = ["--num_episode", "1", "--num_steps", "40", "--observers", "1", "3"]
-    result = run([*script(*commands_in("batch_rl/README.md")[0][1:]), *less], tmp_path)
+    result = run([*script(*commands_in("batch_rl/README.md")[0][1:]), *less], tmp_path, cold=True)
     assert (result.returncode, result.stderr) == (0, "")
     metrics = json.loads((tmp_path / "outputs/batch_rl/metrics.json").read_text())
     assert [(row["observers"], row["mode"]) for row in metrics["rows"]] == [

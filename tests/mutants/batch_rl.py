@@ -1,4 +1,4 @@
-"""Mistakes in batch_rl/main.py."""
+"""Mistakes in batch_rl/main.py and the training until it is solved."""
 
 from tests.mutants import Mutant
 
@@ -17,10 +17,10 @@ MUTANTS = [
            "torch.stack([returns for returns, _ in rets]).flip(0)", check="gradients"),
     Mutant("returns transposed", MAIN, "returns, log_probs = self.returns, self.log_probs(batch)",
            "returns, log_probs = self.returns.flip(1), self.log_probs(batch).flip(2)", check="gradients"),
-    Mutant("a future that is never renewed", MAIN, "self.states, self.future_actions = {}, Future()  # for the next step",
+    Mutant("a future that is never renewed", MAIN, "self.states, self.future_actions = {}, torch.futures.Future()  # for the next step",
            "self.states = {}", check="error"),
-    Mutant("states not cleared", MAIN, "self.states, self.future_actions = {}, Future()  # for the next step",
-           "self.future_actions = Future()", check="forwards|error"),
+    Mutant("states not cleared", MAIN, "self.states, self.future_actions = {}, torch.futures.Future()  # for the next step",
+           "self.future_actions = torch.futures.Future()", check="forwards|error"),
     Mutant("the time limit taken for a fall", MAIN, "self.returns(rewards[k], terminated, n_steps)",
            "self.returns(rewards[k], terminated or truncated, n_steps)", check="gradients"),
     Mutant("the end of the episode taken for a fall", MAIN, "self.returns(rewards[k], terminated, n_steps)",
@@ -36,7 +36,7 @@ MUTANTS = [
     Mutant("dropout never on", MAIN, "        x = self.dropout(x)\n", "", check="forwards"),
     Mutant("one dropout mask for all observers", MAIN, "x = self.dropout(x)",
            "x = x * self.dropout(torch.ones_like(x[:1]))", check="actions"),
-    Mutant("the greedy action", MAIN, "actions = m.sample()", "actions = probs.argmax(-1)", check="actions"),
+    Mutant("the greedy action", MAIN, "actions = m.sample()", "actions = m.probs.argmax(-1)", check="actions"),
     Mutant("warm-up counted", MAIN, "if episode > 0:", "if episode >= 0:", check="times"),
     Mutant("times in the wrong row", MAIN, "seconds[mode].append", "seconds[SINGLE].append", check="times|error"),
     Mutant("mean for median, of one observer", "batch_rl/results.py",
@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant("single and batched exchanged", MAIN, "batch=mode == BATCHED)", "batch=mode == SINGLE)", check="episodes|error"),
     Mutant("running reward of the last episode only", MAIN, "0.5 * ep_reward + 0.5 * self.running_reward",
            "ep_reward", check="running reward"),
-    Mutant("training does not stop when solved", MAIN,
+    Mutant("training does not stop when solved", "batch_rl/until_solved.py",
            "while agent.running_reward <= args.reward_threshold and history", "while history",
-           check="train, plain agent, metrics"),
+           check="train, plain agent, metrics", program=MAIN),
 ]
