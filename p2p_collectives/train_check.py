@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from common import report
 from common.launch import launch
 from common.oracle import Comparison, by_rank, fingerprints, flat, load_float64, verdict
 from common.session import device_for
@@ -154,8 +155,7 @@ def compare(everyone, args):
     oracle, epochs, n_samples = single_process(args)
     of_epoch = len(oracle[0]) // args.epochs
     clipped = sum(step["clipped"] for step in oracle[0])
-    findings.holds("steps with a clipped gradient", True,
-                   f"{clipped} of {len(oracle[0])} are compared")
+    report.log("check", f"{clipped} of {len(oracle[0])} steps have a clipped gradient")
 
     def of_ranks(training, name):
         return by_rank([of_rank["steps"][training] for of_rank in everyone], name)

@@ -168,7 +168,8 @@ def test_measured_rows_and_picture(tmp_path, capfd):
     assert [row["vs_all_reduce"] for row in metrics["rows"] if row["algorithm"] == "all_reduce"] == [1, 1]
     width, height = struct.unpack(">II", (tmp_path / "out/bandwidth.png").read_bytes()[16:24])
     assert min(width, height) > 300
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bandwidth.png", "metrics.json"]
+    model = ["model.png"] if "alpha_s" in metrics else []  # where the times determine one
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bandwidth.png", "metrics.json", *model]
 
 
 def test_algorithms_take_turns(alone, monkeypatch, tmp_path):
@@ -256,8 +257,8 @@ def test_check_of_the_training(capfd, tmp_path):
     for rung in ("per_parameter", "flat", "ddp", "resumed"):
         assert differences[f"{rung}, weights on all ranks"] == 0
     out = capfd.readouterr().out
-    assert out.count(": ok\n") == len(differences) == 44
-    clipped, steps = map(int, re.search(r"steps with a clipped gradient: (\d+) of (\d+)", out).groups())
+    assert out.count(": ok\n") == len(differences) == 43
+    clipped, steps = map(int, re.search(r"(\d+) of (\d+) steps have a clipped gradient", out).groups())
     assert 0 < clipped < steps
 
 
