@@ -1,9 +1,10 @@
-"""Checkpoints: written whole or not at all, read with `weights_only=True`, and only those of the same example."""
+"""Checkpoints: written whole or not at all, read with `weights_only=True`, of the same example."""
 
 import io
 
 import torch
-from common.cli import reason_of, refuse, shortened, starts_rank
+from common.cli import starts_rank
+from common.limits import reason_of, refuse, shortened
 from common.report import replacing
 
 
@@ -15,9 +16,10 @@ def save(args, state):
     """Write `state` (tensors and plain Python values) to `args.checkpoint`.
 
     Raises:
-        NotSavedError: if the disk is full, or the folder has become read-only; the file is as it was.
+        NotSavedError: if the disk is full, or the folder has become read-only; the file is as it
+            was.
     """
-    whole = io.BytesIO()  # torch.save to a file would hide that a disk is full: "unexpected pos 576 vs 534"
+    whole = io.BytesIO()  # to a file, torch.save would call a full disk "unexpected pos 576 vs 534"
     torch.save({"example": args.example, **state}, whole)
     try:
         with replacing(args.checkpoint) as temporary:
@@ -48,7 +50,9 @@ def load(args, needs=()):
 
 
 def inspect(args, needs=(), make_model=None):
-    """Before any process starts: the state to resume from, or None; never lose a file that is not a checkpoint.
+    """Before any process starts: the state to resume from, or None.
+
+    A file that is not a checkpoint is refused, and so never lost.
 
     Args:
         args: the parsed flags.

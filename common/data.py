@@ -1,4 +1,4 @@
-"""Handwritten digits: scikit-learn's 1,797 small ones, which need no download, or MNIST through torchvision."""
+"""Handwritten digits: scikit-learn's 1,797 small ones, without a download, or MNIST."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import torch
-from common.cli import refuse, shortened
+from common.limits import refuse, shortened
 from common.vision import import_torchvision
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -22,8 +22,10 @@ SPLIT_SEED = 0  # the split is part of the task: it does not follow --seed
 
 def add_data_flags(parser):
     """Add `--dataset` and `--data_dir`."""
-    parser.add_argument("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
-    parser.add_argument("--data_dir", type=Path, default=Path("data"), metavar="DIR", help="where MNIST is or goes")
+    parser.add_argument("--dataset", choices=DATASETS, default="digits",
+                        help="digits needs no download")
+    parser.add_argument("--data_dir", type=Path, default=Path("data"), metavar="DIR",
+                        help="where MNIST is or goes")
 
 
 def fetch_data(args):
@@ -87,8 +89,8 @@ def load_data(args):
         args: with `dataset` and `data_dir`; see `add_data_flags`.
 
     Returns:
-        Two `TensorDataset`s, for training and for testing, of images (N, 1, 28, 28) as float32, normalised to mean 0
-        and deviation 1 over the training set, and of labels (N,) as int64.
+        Two `TensorDataset`s, for training and for testing, of images (N, 1, 28, 28) as float32,
+        normalised to mean 0 and deviation 1 over the training set, and of labels (N,) as int64.
     """
     train, test = _digits() if args.dataset == "digits" else _mnist(args.data_dir)
     mean, std = train[0].mean(), train[0].std()
@@ -103,7 +105,8 @@ def _digits():
     images = torch.from_numpy(images).float().reshape(-1, 1, 8, 8) / 16
     images = F.interpolate(images, size=(28, 28), mode="bilinear", align_corners=False)
     labels = torch.from_numpy(labels)
-    halves = train_test_split(range(len(labels)), test_size=0.2, stratify=labels, random_state=SPLIT_SEED)
+    halves = train_test_split(range(len(labels)), test_size=0.2, stratify=labels,
+                              random_state=SPLIT_SEED)
     return tuple((images[half], labels[half]) for half in halves)
 
 

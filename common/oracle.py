@@ -173,7 +173,8 @@ def _difference(run, oracle, tolerance, unit, scale_at_least):
         for name, numbers in step.items():
             size = numbers.abs().max().item() if numbers.numel() else 0.0
             scales[name] = max(scales.get(name, scale_at_least), size)
-    for index, (ours, theirs) in enumerate(zip(run, oracle, strict=False), start=1):
+    first = 0 if unit == "rank" else 1
+    for index, (ours, theirs) in enumerate(zip(run, oracle, strict=False), start=first):
         at = f"first differs at {unit} {index}"
         if ours.keys() != theirs.keys():
             odd = ", ".join(sorted(ours.keys() ^ theirs.keys())[:3])

@@ -1,4 +1,4 @@
-"""Imported by the fork server only: the script that is run, so that its workers need not import it once more."""
+"""For the fork server only: it imports the script that is run, once for all of its workers."""
 
 import atexit
 import gc
@@ -14,16 +14,19 @@ from pathlib import Path
 
 from common.worker_env import MAIN_PATH, quiet, run_prefix
 
-# The launcher has blocked these for the start. From here on the workers, which inherit this, end by them in silence.
+# The launcher has blocked these for the start. From here on the workers, which inherit this, end by
+# them in silence.
 launcher = os.getppid()
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 quiet()
 if main_path := os.environ.pop(MAIN_PATH, ""):
-    # What `forkserver.set_forkserver_preload(["__main__"])` is for, and does only since Python 3.12.9.
+    # What `forkserver.set_forkserver_preload(["__main__"])` does, but only since Python 3.12.9.
     multiprocessing.spawn.import_main_path(main_path)
 # numpy's threads are not used by anyone while the server forks.
-warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork", category=DeprecationWarning)
-# All that was imported stays: the workers' garbage collectors need not look at it, and so do not copy its pages.
+warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork",
+                        category=DeprecationWarning)
+# All that was imported stays: the workers' garbage collectors need not look at it, and so do not
+# copy its pages.
 gc.collect()
 gc.freeze()
 

@@ -1,4 +1,4 @@
-"""What goes into `rpc.init_rpc` and `dist.init_process_group`, and where a worker's models compute."""
+"""What goes into `rpc.init_rpc` and `dist.init_process_group`, and where a worker computes."""
 
 import os
 import threading
@@ -13,15 +13,18 @@ def rpc_options(args, num_worker_threads=16):
     """The options of `rpc.init_rpc`: where the workers meet, how long a call may take.
 
     Args:
-        args: the parsed flags; `--timeout` is the limit of every call that does not give one of its own.
+        args: the parsed flags; `--timeout` is the limit of every call that has none of its own.
         num_worker_threads: how many incoming calls this process executes at a time.
     """
-    return rpc.TensorPipeRpcBackendOptions(init_method=os.environ["INIT_METHOD"], rpc_timeout=args.timeout,
-                                           num_worker_threads=num_worker_threads, _transports=_transports())
+    return rpc.TensorPipeRpcBackendOptions(
+        init_method=os.environ["INIT_METHOD"], rpc_timeout=args.timeout,
+        num_worker_threads=num_worker_threads, _transports=_transports())
 
 
 def group_options(args, device="cpu"):
-    """The options of `dist.init_process_group`: the backend, where the ranks meet, how long a collective may take.
+    """The options of `dist.init_process_group`, as a dict of its keyword arguments.
+
+    They are the backend, where the ranks meet, and how long a collective may take.
 
     Args:
         args: the parsed flags; `--timeout` is the limit.
@@ -32,11 +35,13 @@ def group_options(args, device="cpu"):
 
 
 def _transports():
-    """TensorPipe's ways to send, or None for all: shared memory is the fastest, but a thread polls it all the time.
+    """TensorPipe's ways to send, or None for all.
 
-    Between polls the thread lets the others of its session run. Processes that one command has started share a session.
-    Under torchrun and in terminals of their own they do not, and where they outnumber the cores, polling would take the
-    time of those that have work to do (Linux, sched_autogroup): ddp_rpc_hybrid became two to four times as slow.
+    Shared memory is the fastest, but a thread polls it all the time. Between polls it lets the
+    others of its session run. Processes that one command has started share a session. Under
+    torchrun and in terminals of their own they do not, and where they outnumber the cores, polling
+    would take the time of those that have work to do (Linux, sched_autogroup): ddp_rpc_hybrid
+    became two to four times as slow.
     """
     started_here = os.environ["INIT_METHOD"].startswith("file://")
     crowded = int(os.environ["LOCAL_WORLD_SIZE"]) > core_count()
@@ -46,7 +51,8 @@ def _transports():
 def wait_all(futures):
     """What all futures bring, in order. Raises what the first one to fail brings, at once.
 
-    `torch.futures.wait_all` would wait for all others first: for a trainer that waits for the one that has failed.
+    `torch.futures.wait_all` would wait for all others first: for a trainer that waits for the one
+    that has failed.
     """
     over, lock, left = torch.futures.Future(), threading.Lock(), len(futures)
 
@@ -70,15 +76,16 @@ def wait_all(futures):
 
 
 def device_for(choice):
-    """The torch.device of this process for `--device auto|cpu|cuda`; ranks share GPUs when there are fewer."""
+    """The torch.device of this process for `--device auto|cpu|cuda`; ranks share too few GPUs."""
     if choice == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
 def backend_for(device):
-    """`nccl` only when every rank of this machine has a GPU of its own, else `gloo`, which also shares one."""
-    own_gpu = torch.device(device).type == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
+    """`nccl` only when every rank of this machine has a GPU of its own, else `gloo`."""
+    own_gpu = (torch.device(device).type == "cuda"
+               and int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count())
     if own_gpu:
-        torch.cuda.set_device(device)  # where nccl's barriers and object collectives put their tensors
+        torch.cuda.set_device(device)  # where nccl's barriers and object collectives put tensors
     return "nccl" if own_gpu else "gloo"

@@ -6,9 +6,10 @@ import sys
 def import_torchvision():
     """Import torchvision and return it.
 
-    The wheels of torchvision are linked against CUDA. Beside a CPU-only torch their C++ operators do not load, and the
-    import stops at the first Python rule for such an operator. The two operators that it misses are only for object
-    detection: declaring their schemas is enough for the models, datasets and transforms of the tutorials.
+    The wheels of torchvision are linked against CUDA. Beside a CPU-only torch their C++ operators
+    do not load, and the import stops at the first Python rule for such an operator. The two
+    operators that it misses are only for object detection: declaring their schemas is enough for
+    the models, datasets and transforms of the tutorials.
     """
     try:
         import torchvision

@@ -4,9 +4,9 @@ import re
 import socket
 
 import pytest
-from common import launch
+from common import workers
 
-launch.PRELOAD.append("tests.preload")  # once for all tests, not once in each worker
+workers.PRELOAD.append("tests.preload")  # once for all tests, not once in each worker
 
 
 LONG = ("test_machines.py", "test_faults.py")  # two workers take a file each; the long ones must not come last

@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from common import launch as launching
-from common import report
+from common import report, workers
 from common.cli import Parser
+from common.launch import launch
 from common.session import group_options
 from common.worker_env import core_count
 
@@ -175,7 +175,7 @@ def started(then, instead=None, **more):
         instead: what the ranks run in place of the lesson's `run_worker`, which is then in `args.honest`.
         more: to be put into `args`.
     """
-    honest_start = launching._start
+    honest_start = workers.start
 
     def start(run_worker, args, *where):
         vars(args).update(more)
@@ -185,11 +185,11 @@ def started(then, instead=None, **more):
         then(processes)
         return processes
 
-    launching._start = start
+    workers.start = start
     try:
         yield
     finally:
-        launching._start = honest_start
+        workers.start = honest_start
 
 
 class Watcher:
@@ -433,7 +433,8 @@ def stop(process):
 
 def finish(process, folder):
     """The status of a command, and what it has printed to its two streams; `LostError` if anything of it is left."""
-    from tests.helpers import nothing_left  # here: the ranks import this file, and need not import pytest
+    # Here: the ranks import this file, and need not import pytest.
+    from tests.helpers import nothing_left
 
     try:
         process.wait(LIMIT_S)
@@ -463,7 +464,7 @@ def meet(rank, world_size, args):
 
 def start_once(folder="."):
     """Start a tiny world."""
-    launching.launch(meet, Parser("soak", __doc__, world_size=2).parse_args(["--output_dir", str(folder)]), role_name)
+    launch(meet, Parser("soak", __doc__, world_size=2).parse_args(["--output_dir", str(folder)]), role_name)
 
 
 def start_here(folder):
@@ -491,7 +492,7 @@ def held_here():
     from tests.helpers import listening
 
     gc.collect()
-    processes = [pid for pid in (os.getpid(), launching.forkserver._forkserver._forkserver_pid) if pid]
+    processes = [pid for pid in (os.getpid(), workers.forkserver._forkserver._forkserver_pid) if pid]
     return {"open files": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in processes),
             "threads": sum(len(os.listdir(f"/proc/{pid}/task")) for pid in processes),
             "listening sockets": len(listening(processes))}
@@ -773,6 +774,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from tests import soak  # not this very module, which is __main__: the ranks must find its functions
+    # Not this very module, which is __main__: the ranks must find its functions.
+    from tests import soak
 
     soak.main()

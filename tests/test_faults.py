@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 from common import cli
-from common import launch as launching
+from common import workers as starting
 from common.launch import launch
 
 from tests import sabotage
@@ -127,7 +127,7 @@ def line(rank, roles, fault, stopped=None):
 
 
 _here = threading.local()
-_honest_start = launching._start
+_honest_start = starting.start
 
 
 def _start(run_worker, args, *more):
@@ -146,7 +146,7 @@ def _start(run_worker, args, *more):
 def clean(tmp_path, monkeypatch):
     """Temporary files go to a folder of the test, and nothing may be left there, nor in shared memory."""
     warm_up(tmp_path)  # before: the name of the fork server's socket would be too long there
-    monkeypatch.setattr(launching, "_start", _start)
+    monkeypatch.setattr(starting, "start", _start)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "tmp").mkdir()

@@ -18,7 +18,7 @@ import common
 import hypothesis
 import pytest
 import torch
-from common import cli, data, report
+from common import data, limits, report
 from common.vision import import_torchvision
 from hypothesis import strategies
 
@@ -186,7 +186,7 @@ def stubbed(monkeypatch, tmp_path):
             monkeypatch.setattr(oracle, "launch", accept, raising=False)
     monkeypatch.setattr("model_parallel_resnet.single_machine_check.check", accept)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(cli, "memory_bytes", lambda: MEMORY_BYTES)
+    monkeypatch.setattr(limits, "memory_bytes", lambda: MEMORY_BYTES)
     monkeypatch.setattr("socket.gethostbyname", known_hosts)
     mnist = import_torchvision().datasets.MNIST
     monkeypatch.setattr(mnist, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
@@ -436,11 +436,11 @@ def test_good_input_is_accepted(name, flags, stubbed):
 
 
 def test_open_files_limit_the_processes(stubbed, monkeypatch):
-    monkeypatch.setattr(cli.resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (64, 64))
     assert refusal("rpc_rl.main", ["--world_size", "20", "--reward_threshold", "100"], stubbed) == (
         "error: --world_size 20 is too much for this machine, which can hold at most 16 processes "
         "(open files: ulimit -n)\n")
-    monkeypatch.setattr(cli.resource, "getrlimit", lambda _: (cli.resource.RLIM_INFINITY,) * 2)
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (limits.resource.RLIM_INFINITY,) * 2)
     assert outcome("rpc_rl.main", ["--world_size", "20", "--reward_threshold", "100"], stubbed) == ("accepted", "")
 
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import cli, watch
-from common.launch import launch, story_of
+from common.launch import launch
+from common.life import story_of
+from common.network import interface_towards, is_loopback
 from common.session import backend_for, group_options, wait_all
-from common.worker_env import cgroup_quota, core_count, interface_towards, is_loopback
+from common.worker_env import cgroup_quota, core_count
 
 from tests.helpers import run, script, torchrun
 

@@ -1,0 +1,111 @@
+"""Refuse in one line, before any process starts, what this machine cannot hold or cannot write."""
+
+import os
+import resource
+import stat
+import sys
+import tempfile
+
+import torch.distributed as dist
+
+FILES_PER_RANK = 4  # that a launcher has open for each rank, at most
+
+
+def refuse(sentence, rank=0):
+    """End with status 2 and one whole sentence: "error: --rank 1 requires --master_addr HOST".
+
+    Under torchrun every rank gets here, or only the one that needs what is wrong: `rank` says the
+    line, for all. Where machines may differ, it is None, and the first rank of each machine does.
+    """
+    name, speaker = ("LOCAL_RANK", 0) if rank is None else ("RANK", rank)
+    if not dist.is_torchelastic_launched() or os.environ[name] == str(speaker):
+        print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def shortened(text, length=80):
+    """A value as the user gave it, but not longer than a line can show."""
+    text = str(text)
+    return text if len(text) <= length else f"{text[: length // 2]}...{text[-length // 4 :]}"
+
+
+def given(args, *flags):
+    """Flags with their values, as on a command line."""
+    words = []
+    for flag in flags:
+        value = getattr(args, flag)
+        value = " ".join(map(str, value)) if isinstance(value, list) else value
+        words.append(f"--{flag} {shortened(value)}")
+    return " ".join(words)
+
+
+def memory_bytes():
+    """The memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def require_processes(flags, number):
+    """Refuse `flags`, a text, if this machine cannot hold so many processes.
+
+    Each has open files and 100 MB or more. Not for torchrun and manual launches: they may have
+    several machines.
+    """
+    files, memory = resource.getrlimit(resource.RLIMIT_NOFILE)[0], memory_bytes() // 100_000_000
+    files = memory if files == resource.RLIM_INFINITY else files // FILES_PER_RANK
+    most = max(2, min(files, memory))
+    if number > most:
+        refuse(f"{flags} is too much for this machine, which can hold at most {most} processes "
+               f"({'open files: ulimit -n' if files < memory else 'memory'})")
+
+
+def require_memory(args, flags, n_bytes, rank=None):
+    """Refuse what does not fit into the memory of this machine.
+
+    Args:
+        args: the parsed flags.
+        flags: the names of those that ask for it.
+        n_bytes: what all `ranks_here` together allocate, at least.
+        rank: see `refuse`.
+    """
+    if n_bytes > memory_bytes():
+        refuse(f"{given(args, *flags)} would need {n_bytes / 1e9:.3g} GB of memory or more, and "
+               f"this machine has {memory_bytes() / 1e9:.3g} GB; give smaller numbers", rank)
+
+
+def require_writable_folder(flag, folder, shown=None, rank=0):
+    """Create `folder` if need be; refuse `flag` if files cannot be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        refuse(f"{flag} {shortened(shown or folder)} must be a place where files can be written "
+               f"({shortened(folder)}: {reason_of(error)})", rank)
+
+
+def require_file(flag, path, rank=0):
+    """Whether the file `path` exists; refuses `flag` if it is something else, or no file's name."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # to use a pipe could mean to wait for ever
+            refuse(f"{flag} {shortened(path)} must be a file, not a folder, a pipe or a device",
+                   rank)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        refuse(f"{flag} {shortened(path)} must be a file ({reason_of(error)})", rank)
+    return True
+
+
+def require_writable_file(flag, path, rank=0):
+    """Refuse `flag` if `path` cannot be written: its folder, too long a name, not a file."""
+    require_writable_folder(flag, path.parent, path, rank)
+    if not require_file(flag, path, rank):
+        # `report.replacing` writes beside it, to a name that is longer.
+        longest = os.pathconf(path.parent, "PC_NAME_MAX") - 30
+        if 0 < longest < len(os.fsencode(path.name)):
+            refuse(f"{flag} {shortened(path)} must have a shorter name", rank)
+
+
+def reason_of(error):
+    """Why a file cannot be used, in words."""
+    return (getattr(error, "strerror", None) or "not a file name").lower()
