@@ -3,13 +3,15 @@
 # make test    the whole test suite, on the CPU
 # make soak    kills, full disks and mixed runs, again and again; writes docs/reliability.md
 # make mutants realistic mistakes, one at a time: does --check see them?
+# make learn   the workbook: write a part of a lesson, and its oracle judges it (exercises/README.md)
+# make learn-check  do all exercises fail as shipped, and pass when they are solved?
 # make lint    ruff
 # make bench   the numbers of the pages, measured again (about an hour and a half)
 # make docs-check  do the pages say what the code and docs/results/ say? Part of make test
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo quick test soak mutants lint bench docs-check clean
+.PHONY: demo quick test soak mutants learn learn-check lint bench docs-check clean
 
 demo: .venv/ready
 	$(BIN)/python rpc_rl/main.py --world_size 3
@@ -25,6 +27,12 @@ soak: .venv/ready
 
 mutants: .venv/ready
 	$(BIN)/python -m tests.mutants
+
+learn: .venv/ready
+	$(BIN)/python -m exercises
+
+learn-check: .venv/ready
+	$(BIN)/python -m pytest -m learn tests/test_exercises.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -51,8 +51,7 @@ class Popen(subprocess.Popen):
         socket.send_fds(self._life, [json.dumps(request).encode()], descriptors)
         self.pid = int(self._life.recv(100))
         self._child_created = True
-        for stream in {*streams} - {-1}:
-            os.close(stream)
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
     def _internal_poll(self, _deadstate=None):
         return super()._internal_poll(_deadstate, lambda _, wait_flags: self._try_wait(wait_flags))
@@ -148,6 +147,7 @@ def run_as_main(argv, environ):
     """Execute a program as `python *argv` would."""
     os.environ.clear()
     os.environ.update(environ)
+    sys.orig_argv = [sys.executable, *argv]
     unbuffered = argv[0] == "-u"
     argv = argv[unbuffered:]
     sys.stdin = os.fdopen(0)
@@ -229,6 +229,7 @@ def be_fork_server(code, environ):
     os.environ.clear()
     os.environ.update(environ)
     ctypes.CDLL(None).prctl(PR_SET_NAME, b"forkserver")
+    sys.orig_argv = [sys.executable, "-c", code]
     exec(code, {})
 
 

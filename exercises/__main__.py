@@ -1,0 +1,110 @@
+"""The workbook in a terminal.
+
+    python -m exercises                the next unsolved exercise, judged on each save
+    python -m exercises list           all exercises, and which are solved
+    python -m exercises run 03         judge one
+    python -m exercises hint 03        the next hint
+    python -m exercises solution 03    the lesson's function, and why it is so
+    python -m exercises answer 03      the answer to the question behind a solved one
+    python -m exercises reset 03       the stub as it was shipped
+"""
+
+import argparse
+import locale
+import os
+import signal
+import sys
+from pathlib import Path
+
+from exercises import watching
+from exercises.catalog import HERE, LANGUAGES, Desk, exercises, named
+from exercises.words import say
+
+
+def language_of_the_user():
+    """Japanese where the locale is, English elsewhere."""
+    settings = [os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG")]
+    setting = next(filter(None, settings), None) or locale.getlocale()[0] or ""
+    return "ja" if setting.lower().startswith("ja") else "en"
+
+
+def build_parser():
+    """The commands."""
+    parser = argparse.ArgumentParser(prog="python -m exercises", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = ["learn", "list", "run", "hint", "solution", "answer", "reset"]
+    add = parser.add_argument
+    add("command", nargs="?", choices=commands, default="learn", help="(default: learn)")
+    add("number", nargs="?", help="of an exercise, or its name (default: the next unsolved one)")
+    add("--lang", choices=LANGUAGES, default=language_of_the_user(), help="(default: the locale's)")
+    add("--folder", type=Path, default=HERE, metavar="DIR",
+        help="where your files are (default: %(default)s)")
+    add("--patience", type=float, default=1.0, metavar="N",
+        help="multiplies all time limits, for a slow machine (default: %(default)s)")
+    return parser
+
+
+def main(argv=None):
+    """Run a command; the exit status: 0, or 1 where an exercise is not solved yet."""
+    args = build_parser().parse_args(argv)
+    desk, language = Desk(args.folder), args.lang
+    if args.command == "list":
+        return show_list(desk, language)
+    exercise = named(args.number) if args.number else desk.next_unsolved()
+    if exercise is None and args.number:
+        print(say("unknown", language, name=args.number), file=sys.stderr)
+        return 2
+    if exercise is None:
+        print(say("all_solved", language))
+        return 0
+    if args.command == "learn":
+        watching.Session(desk, language, args.patience).run(exercise)
+    elif args.command == "run":
+        return 0 if watching.judge(exercise, desk, language, args.patience) else 1
+    elif args.command == "hint":
+        watching.give_hint(exercise, desk, language)
+    elif args.command == "answer":
+        watching.give_answer(exercise, desk, language)
+    elif args.command == "solution":
+        show_solution(exercise, language)
+    else:
+        file = desk.reset(exercise)
+        print(say("reset", language, file=file, old=f"{file.name}.old"))
+    return 0
+
+
+def show_list(desk, language):
+    """Print a line for each exercise, and how many are solved."""
+    solved = 0
+    for one in exercises():
+        done = desk.solved(one)
+        solved += done
+        print(say("listed", language, mark="*" if done else "-", number=one.number,
+                  title=one.text[language]["title"], chapter=one.chapter,
+                  kind=say(one.kind, language), minutes=one.minutes))
+    print(say("counted", language, solved=solved, all=len(exercises())))
+    return 0
+
+
+def show_solution(exercise, language):
+    """Print the lesson's function with its place, and why it is so."""
+    text, file, line = exercise.solution()
+    key = "solution_of" if line is None else "solution_at"
+    print(say(key, language, file=file, line=line))
+    print(f"\n{text}")
+    print(say("why", language, why=exercise.text[language]["why"].strip()))
+
+
+def stopped(*_):
+    """SIGTERM and SIGHUP end a run like Ctrl-C: with all that it has started."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, stopped)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print()
+        sys.exit(130)

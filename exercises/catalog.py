@@ -1,0 +1,169 @@
+"""The exercises: for each a stub, `stubs/NN_name.py`, and its texts, `texts/NN_name.toml`.
+
+    kind, chapter, cell, minutes    write, mend or measure; the notebook's cell; how long it takes
+    target                          the lesson's function: "rpc_rl/main.py::Agent.finish_episode"
+    program, flags                  whose `--check` judges it, and with what flags
+    after                           the command of the real run
+    [ja], [en]                      title, task, symptom, hints, why, look, question, answer
+    [shipped]                       what is found of the stub: a message, or the kind of a verdict
+    [[messages]]                    an expression on what was found, and what that means
+    [[wrong]]                       a typical wrong attempt, and what has to be found of it
+    [[refused]]                     a name that this exercise does not allow, and why
+    [[cases]]                       of measure: arguments of `predict`, flags of the run, what is
+                                    measured; a tolerance: relative or absolute; the solution
+"""
+
+import ast
+import dataclasses
+import functools
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+LANGUAGES = ("ja", "en")
+KINDS = ("write", "mend", "measure")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exercise:
+    """One exercise.
+
+    Args:
+        name: with its number, "03_average_gradients".
+        text: what its toml holds.
+    """
+
+    name: str
+    text: dict
+
+    def __getattr__(self, key):
+        """As in the toml: `kind`, `chapter`, `messages`, ..."""
+        try:
+            return self.text[key]
+        except KeyError:
+            raise AttributeError(f"{self.name}.toml has no {key}") from None
+
+    @property
+    def number(self):
+        """As text, with two digits."""
+        return self.name[:2]
+
+    @property
+    def function(self):
+        """The name under which the learner's function is looked for."""
+        return self.target.split("::")[1].split(".")[-1] if "target" in self.text else "predict"
+
+    @property
+    def stub(self):
+        """The stub as it is shipped."""
+        return HERE / "stubs" / f"{self.name}.py"
+
+    def solution(self):
+        """The text of the answer, its file (from the root) and its first line.
+
+        For write and mend, it is the lesson's own function; for measure, it stands in the toml.
+        """
+        if self.kind == "measure":
+            return self.text["solution"], f"exercises/texts/{self.name}.toml", None
+        path, _, qualified = self.target.partition("::")
+        text = (ROOT / path).read_text()
+        first, last, indent = place_of(text, qualified)
+        lines = text.splitlines()[first - 1 : last]
+        return "\n".join(line[indent:] for line in lines) + "\n", path, first
+
+
+def place_of(text, qualified):
+    """The first line (with decorators), the last line and the indent of a function.
+
+    Args:
+        text: of a Python file.
+        qualified: "average_gradients" or "ParameterServer.forward".
+    """
+    body = ast.parse(text).body
+    for name in qualified.split("."):
+        node = next(node for node in body if getattr(node, "name", None) == name)
+        body = node.body
+    first = min(part.lineno for part in (node, *node.decorator_list))
+    return first, node.end_lineno, node.col_offset
+
+
+@functools.cache
+def exercises():
+    """All, in order."""
+    found = []
+    for path in sorted((HERE / "texts").glob("[0-9][0-9]_*.toml")):
+        found.append(Exercise(path.stem, tomllib.loads(path.read_text())))
+    return found
+
+
+def named(word):
+    """The exercise of a number or a name, "3" or "03_average_gradients"; None if there is none."""
+    number = word.zfill(2) if word.isdigit() else Path(word).stem
+    return next((one for one in exercises() if number in (one.number, one.name)), None)
+
+
+class Desk:
+    """The folder with the learner's files and their progress.
+
+    Args:
+        folder: by default the one where the stubs are copied to, `exercises/`.
+    """
+
+    def __init__(self, folder=HERE):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._progress = self.folder / ".progress.json"
+
+    def file(self, exercise):
+        """The learner's file, a copy of the stub where it is missing."""
+        path = self.folder / f"{exercise.name}.py"
+        if not path.exists():
+            shutil.copyfile(exercise.stub, path)
+        return path
+
+    def reset(self, exercise):
+        """Bring the stub back. What the learner has written stays beside it, as NN_name.py.old."""
+        path = self.file(exercise)
+        path.replace(path.with_suffix(".py.old"))
+        self._change(exercise, solved=False, hints=0)
+        return self.file(exercise)
+
+    def solved(self, exercise):
+        """Whether it has passed once."""
+        return self._progress_of(exercise)["solved"]
+
+    def solve(self, exercise):
+        """Remember that it has passed."""
+        self._change(exercise, solved=True)
+
+    def next_hint(self, exercise):
+        """The number of the next hint, from 0; the last one again and again."""
+        given = self._progress_of(exercise)["hints"]
+        last = len(exercise.text["en"]["hints"]) - 1
+        self._change(exercise, hints=min(given, last) + 1)
+        return min(given, last)
+
+    def next_unsolved(self, after=None):
+        """The first unsolved exercise, or the first one behind another; None if all are solved."""
+        order = exercises()
+        start = order.index(after) + 1 if after else 0
+        return next((one for one in order[start:] + order[:start] if not self.solved(one)), None)
+
+    def _progress_of(self, exercise):
+        return {"solved": False, "hints": 0} | self._all().get(exercise.name, {})
+
+    def _all(self):
+        try:
+            progress = json.loads(self._progress.read_text())
+        except (OSError, ValueError):
+            return {}
+        return progress if isinstance(progress, dict) else {}
+
+    def _change(self, exercise, **new):
+        progress = self._all() | {exercise.name: self._progress_of(exercise) | new}
+        temporary = self._progress.with_suffix(".tmp")
+        temporary.write_text(json.dumps(progress, indent=1))
+        temporary.replace(self._progress)

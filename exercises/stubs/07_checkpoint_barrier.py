@@ -1,0 +1,41 @@
+"""07 チェックポイントを待つ / Wait for the checkpoint (6_3, ddp_basic/main.py)."""
+
+import torch
+import torch.distributed as dist
+
+
+def demo_checkpoint(rank, world_size, args):
+    """ランク0が保存し、全ランクが読み込み、読み込んだモデルを訓練します。どこかに誤りがあります。
+
+    戻り値: このランクの損失のリスト（各ステップの前と、最後）。
+
+    Save on rank 0, load on all, train what was loaded. There is a mistake in here.
+
+    Returns this rank's losses, a list: before each step, and at the end.
+    """
+    device = device_for(args.device)
+    torch.manual_seed(args.seed)
+    ddp_model = DDP(ToyModel().to(device), device_ids=gpu_of(device))
+    loaded_model = DDP(ToyModel().to(device), device_ids=gpu_of(device))
+
+    path = [args.private_path]
+    dist.broadcast_object_list(path)
+    if rank == 0:
+        with report.replacing(path[0]) as temporary:
+            torch.save(ddp_model.state_dict(), temporary)
+    loaded_model.load_state_dict(torch.load(path[0], map_location=device, weights_only=True))
+    dist.barrier()
+    if rank == 0:
+        path[0].unlink()
+    loss_fn = nn.MSELoss()
+    optimizer = optim.SGD(loaded_model.parameters(), lr=args.lr)
+    inputs, labels = (tensor.to(device) for tensor in toy_samples(rank, args))
+    losses = []
+    for step in range(1, args.steps + 1):
+        optimizer.zero_grad()
+        outputs = loaded_model(inputs)
+        loss = loss_fn(outputs, labels)
+        losses.append(report.require_finite(loss, f"at step {step}"))
+        loss.backward()
+        optimizer.step()
+    return [*losses, results.loss_on(inputs, labels, loaded_model.module, loss_fn)]

@@ -1,0 +1,17 @@
+"""What the workbook says, in Japanese and in English: `say("passed", "ja", findings=12)`."""
+
+import tomllib
+from pathlib import Path
+
+WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
+
+
+def say(key, language, **values):
+    """The words of a key.
+
+    Args:
+        key: one of words.toml.
+        language: "ja" or "en".
+        values: what its braces stand for.
+    """
+    return WORDS[key][language].format(**values)

@@ -1,0 +1,383 @@
+"""The workbook: each exercise fails as shipped, passes when solved, and says what is wrong."""
+
+import ast
+import difflib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from exercises import catalog, overlay
+from exercises.__main__ import language_of_the_user, main
+from exercises.catalog import HERE, LANGUAGES, ROOT, Desk, exercises, named
+from exercises.checking import check
+from exercises.measuring import measure
+from exercises.refusing import reason_to_refuse
+from exercises.words import WORDS, say
+from tests.warm import Popen as WarmPopen
+
+PATIENCE = 3.0  # several tests run beside each other
+ALL = exercises()
+TEXTS = {"title", "task", "symptom", "hints", "why", "look", "question", "answer"}
+LONGEST_ANSWER = 15  # lines that are to be written
+MISTAKE_LINES = 6  # that a stub of the kind mend may differ from the lesson
+each = pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
+attempts = pytest.mark.parametrize(("exercise", "wrong"), [
+    pytest.param(one, wrong, id=f"{one.name} {wrong['name']}")
+    for one in ALL for wrong in one.wrong])
+
+
+@pytest.fixture(autouse=True)
+def warm(monkeypatch):
+    """Runs are forked from a process that has imported torch: see tests/warm.py."""
+    started = SimpleNamespace(Popen=WarmPopen, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr("exercises.checking.subprocess", started)
+
+
+def judged(exercise, text, folder, patience=PATIENCE):
+    """The verdict on a learner's file with this text."""
+    file = folder / f"{exercise.name}.py"
+    file.write_text(text)
+    return (measure if exercise.kind == "measure" else check)(exercise, file, patience)
+
+
+def attempt(exercise, wrong):
+    """The text of a wrong attempt."""
+    if "text" in wrong:
+        return wrong["text"]
+    solution = exercise.solution()[0]
+    assert solution.count(wrong["old"]) == 1, f"{wrong['name']}: {wrong['old']!r}"
+    return solution.replace(wrong["old"], wrong["new"])
+
+
+def expect(verdict, exercise, expected):
+    """Hold a verdict, in both languages, against what the toml says of it."""
+    assert not verdict.passed
+    shown = {language: verdict.render(exercise, language) for language in LANGUAGES}
+    assert re.search("[ぁ-ん]", shown["ja"])
+    assert shown["en"].startswith("Not yet.")
+    if "message" in expected:
+        message = verdict.message(exercise)
+        assert message, verdict.evidence
+        assert message["name"] == expected["message"], verdict.evidence
+        assert all(message[language] in shown[language] for language in LANGUAGES)
+    if "verdict" in expected:
+        assert verdict.kind == expected["verdict"], shown["en"]
+    if "finding" in expected:
+        assert re.search(expected["finding"], verdict.evidence), verdict.evidence
+    assert not re.search(r"common/|exercise_inside", shown["en"]), "our own frames help no learner"
+
+
+def function_of(exercise, text):
+    """The node of the learner's function, without its docstring."""
+    node = next(node for node in ast.parse(text).body
+                if getattr(node, "name", None) == exercise.function)
+    if ast.get_docstring(node) is not None:
+        node.body = node.body[1:] or [ast.Pass()]
+    return node
+
+
+# --- without a run
+
+
+def test_static_numbers():
+    assert [one.number for one in ALL] == sorted({one.number for one in ALL})
+    assert {one.stub.name for one in ALL} == {path.name for path in (HERE / "stubs").glob("*.py")}
+
+
+@each
+def test_static_texts(exercise):
+    """All words are there in both languages, and every message that is expected exists."""
+    assert exercise.kind in catalog.KINDS
+    assert {"chapter", "cell", "minutes", "program", "after"} <= exercise.text.keys()
+    cells = [row["cell"] for walk in (ROOT / "docs/walk").glob(f"{exercise.chapter}*.json")
+             for row in json.loads(walk.read_text())]
+    assert exercise.cell in cells
+    for language in LANGUAGES:
+        words = exercise.text[language]
+        assert words.keys() == TEXTS
+        assert all(words.values())
+        assert len(words["hints"]) in (2, 3)
+        assert (re.search("[ぁ-ん]", str(words)) is not None) == (language == "ja")
+    names = {message["name"] for message in exercise.messages}
+    expected = [exercise.shipped, *exercise.wrong]
+    assert len(exercise.wrong) >= 2
+    assert all(one.keys() & {"message", "verdict", "finding"} for one in expected)
+    assert {one["message"] for one in expected if "message" in one} <= names
+    for message in exercise.messages:
+        re.compile(message["finding"])
+        assert message["ja"] != message["en"]
+
+
+@each
+def test_static_stub(exercise):
+    """It has the lesson's parameters and both languages, and is not refused, nor the answer."""
+    stub, solution = exercise.stub.read_text(), exercise.solution()[0]
+    ours, theirs = function_of(exercise, stub), function_of(exercise, solution)
+    functions = [node for node in ast.parse(stub).body if isinstance(node, ast.FunctionDef)]
+    docstring = ast.get_docstring(functions[0])
+    assert re.search("[ぁ-ん]", docstring.split("\n")[0])
+    assert re.search(r"^[A-Z][a-z ,]+", docstring, re.MULTILINE)
+    assert ast.unparse(ours.args) == ast.unparse(theirs.args)
+    assert reason_to_refuse(exercise, stub) is None
+    assert reason_to_refuse(exercise, solution) is None
+    assert ast.dump(ours) != ast.dump(theirs)
+    if exercise.kind == "write":
+        assert len(ast.unparse(theirs.body).splitlines()) <= LONGEST_ANSWER
+    if exercise.kind == "mend":
+        lines = [ast.unparse(node).splitlines() for node in (ours, theirs)]
+        different = [line for line in difflib.unified_diff(*lines, n=0, lineterm="")
+                     if re.match("[-+](?![-+])", line)]
+        allowed = exercise.text.get("mistake_lines", MISTAKE_LINES)
+        assert 1 <= len(different) <= allowed, "\n".join(different)
+
+
+@each
+def test_static_copy(exercise, tmp_path):
+    """The copy in which the learner's file runs has no answer; its lines keep their numbers."""
+    overlay.lay(exercise, exercise.stub, tmp_path)
+    if exercise.kind == "measure":
+        assert not list(tmp_path.glob("*/"))[1:], "a prediction needs nothing of the lesson"
+        return
+    path, _, qualified = exercise.target.partition("::")
+    before, after = (ROOT / path).read_text(), (tmp_path / path).read_text()
+    first, last, _ = catalog.place_of(before, qualified)
+    assert len(before.splitlines()) == len(after.splitlines())
+    assert before.splitlines()[last:] == after.splitlines()[last:]
+    body = before.splitlines()[first:last]
+    assert not [line for line in after.splitlines()[first:last] if line]
+    starts = range(len(before.splitlines()))
+    assert body not in [after.splitlines()[at : at + len(body)] for at in starts]
+
+
+@attempts
+def test_static_wrong(exercise, wrong):
+    assert attempt(exercise, wrong) != exercise.solution()[0]
+
+
+@each
+def test_static_readme(exercise):
+    """Its row in both tables."""
+    for language, page in (("en", "README.md"), ("ja", "README.ja.md")):
+        title, kind = exercise.text[language]["title"], say(exercise.kind, language)
+        where = f"{exercise.chapter}, {exercise.cell}"
+        row = f"| {exercise.number} | [{title}](stubs/{exercise.name}.py) | {where} | {kind} |"
+        assert f"{row} {exercise.minutes} |" in (HERE / page).read_text()
+
+
+def test_static_words():
+    """The engine's words have the same braces in both languages."""
+    for key, words in WORDS.items():
+        assert words.keys() == set(LANGUAGES), key
+        braces = [sorted(re.findall(r"{\w+", words[language])) for language in LANGUAGES]
+        assert braces[0] == braces[1], key
+
+
+@pytest.mark.parametrize(("source", "key", "line"), [
+    ("def average_gradients(model, share)\n    pass\n", "syntax", 1),
+    ("def average(model, share):\n    pass\n", "no_function", None),
+    ("from p2p_collectives.train import average_gradients\n", "imports", 1),
+    ("def average_gradients(model, share):\n    import importlib\n", "imports", 2),
+    ("from common.oracle import verdict\n", "imports", 1),
+    ("def average_gradients(model, share):\n    exec('')\n", "calls", 2),
+    ("def average_gradients(model, share):\n    return run.__globals__\n", "calls", 2),
+    ("import torch\ntorch.manual_seed(1)\n", "top_level", 2),
+    ("def run(rank, size, args):\n    pass\n", "lessons_name", 1),
+])
+def test_static_refusals(source, key, line):
+    reason = reason_to_refuse(named("3"), source)
+    assert reason[0] == key
+    assert reason[1].get("line") == line
+    assert all(say(*reason[:1], language, **reason[1]) for language in LANGUAGES)
+
+
+def test_static_desk(tmp_path, capsys):
+    """What is solved and what was hinted at is kept; a broken file of it is no harm."""
+    desk, first = Desk(tmp_path), ALL[0]
+    assert desk.next_unsolved() is first
+    desk.solve(first)
+    assert Desk(tmp_path).next_unsolved() is ALL[1]
+    assert main(["list", "--folder", str(tmp_path), "--lang", "en"]) == 0
+    assert f"* {first.number}" in capsys.readouterr().out
+    hints = [desk.next_hint(first) for _ in range(5)]
+    assert hints[:2] == [0, 1]
+    assert hints[-1] == len(first.text["en"]["hints"]) - 1
+    desk.file(first).write_text("mine")
+    desk.reset(first)
+    assert desk.file(first).read_text() == first.stub.read_text()
+    assert (tmp_path / f"{first.name}.py.old").read_text() == "mine"
+    assert not desk.solved(first)
+    (tmp_path / ".progress.json").write_text("{")
+    assert desk.next_unsolved() is first
+
+
+def test_static_commands(tmp_path, capsys, monkeypatch):
+    """`solution` names the lesson's line; `answer` waits for it to be solved; the locale counts."""
+    common = ["--folder", str(tmp_path), "--lang", "ja"]
+    assert main(["solution", "3", *common]) == 0
+    shown = capsys.readouterr().out
+    assert "p2p_collectives/train.py" in shown
+    assert "dist.all_reduce(param.grad" in shown
+    assert main(["answer", "3", *common]) == 0
+    assert say("only_passed", "ja") in capsys.readouterr().out
+    assert main(["hint", "99", *common]) == 2
+    for setting, language in (("ja_JP.UTF-8", "ja"), ("C.UTF-8", "en")):
+        monkeypatch.setenv("LC_ALL", setting)
+        assert language_of_the_user() == language
+
+
+def test_static_packages():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "exercises" in project["tool"]["setuptools"]["packages"]
+
+
+# --- all exercises: make learn-check
+
+
+@pytest.mark.learn
+@pytest.mark.timeout(400)
+@each
+def test_as_shipped(exercise, tmp_path):
+    expect(judged(exercise, exercise.stub.read_text(), tmp_path), exercise, exercise.shipped)
+
+
+@pytest.mark.learn
+@pytest.mark.timeout(400)
+@each
+def test_solution(exercise, tmp_path):
+    verdict = judged(exercise, exercise.solution()[0], tmp_path)
+    assert verdict.passed, verdict.render(exercise, "en")
+
+
+@pytest.mark.learn
+@pytest.mark.timeout(400)
+@attempts
+def test_wrong(exercise, wrong, tmp_path):
+    expect(judged(exercise, attempt(exercise, wrong), tmp_path), exercise, wrong)
+
+
+# --- of the engine: part of make test
+
+
+def test_a_session_in_a_terminal(tmp_path):
+    """Save the stub: the symptom. Save the solution: it passes. Then the next one."""
+    exercise = named("07")
+    command = [sys.executable, "-m", "exercises", "learn", "07", "--lang", "en",
+               "--folder", str(tmp_path), "--patience", str(PATIENCE)]
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
+                               start_new_session=True)
+    os.close(theirs)
+    screen = Screen(ours)
+    try:
+        screen.wait_for("It is checked whenever you save the file")
+        time.sleep(1.0)  # until files are watched
+        file = tmp_path / f"{exercise.name}.py"
+        file.write_text(exercise.stub.read_text() + "\n")
+        screen.wait_for("FileNotFoundError")
+        screen.wait_for("That means")
+        os.write(ours, b"h\n")
+        screen.wait_for("Hint 1 of")
+        replacement = file.with_suffix(".tmp")  # as many editors save
+        replacement.write_text(exercise.solution()[0])
+        replacement.replace(file)
+        screen.wait_for("Right.")
+        screen.wait_for("n and Enter go on")
+        os.write(ours, b"a\n")
+        screen.wait_for("The answer:")
+        os.write(ours, b"n\n")
+        following = Desk(tmp_path).next_unsolved(after=exercise)
+        screen.wait_for(following.text["en"]["title"])
+        os.write(ours, b"q\n")
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+class Screen:
+    """What a terminal has shown."""
+
+    def __init__(self, descriptor):
+        self.descriptor, self.shown = descriptor, b""
+        os.set_blocking(descriptor, False)
+
+    def wait_for(self, words, within_s=90):
+        """Until these words have come; forget everything up to them."""
+        deadline = time.monotonic() + within_s
+        while words.encode() not in self.shown:
+            assert time.monotonic() < deadline, self.shown.decode()
+            try:
+                self.shown += os.read(self.descriptor, 10_000)
+            except BlockingIOError:
+                time.sleep(0.05)
+        self.shown = self.shown.partition(words.encode())[2]
+
+
+def test_a_deadlock_says_who_waits(tmp_path):
+    exercise = named("03")
+    wrong = next(wrong for wrong in exercise.wrong if wrong.get("verdict") == "waits")
+    text = attempt(exercise, wrong)
+    verdict = judged(exercise, text, tmp_path, patience=1.0)
+    assert verdict.kind == "waits"
+    line = text[: text.index("dist.all_reduce")].count("\n") + 1
+    assert re.search(rf"rank 0 \(rank0\) has waited for \d+ s in line {line} of your code: .*all",
+                     verdict.render(exercise, "en"))
+
+
+def test_an_endless_prediction_ends(tmp_path):
+    exercise = named("05")
+    text = "def predict(algorithm, world_size, n_bytes):\n    while True:\n        pass\n"
+    assert judged(exercise, text, tmp_path, patience=0.5).kind in ("loops", "too_long")
+
+
+def test_a_learners_exception_shows_their_line(tmp_path):
+    exercise = named("03")
+    text = "def average_gradients(model, share):\n    share.oops()\n"
+    shown = judged(exercise, text, tmp_path).render(exercise, "en")
+    assert "03_average_gradients.py, line 2, in average_gradients: share.oops()" in shown
+    assert "AttributeError" in shown
+    assert shown.count("line ") == 1
+
+
+def test_interrupt_ends_all(tmp_path):
+    """Ctrl-C while a check runs: status 130, and nothing is left."""
+    (tmp_path / "tmp").mkdir()
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    command = [sys.executable, "-m", "exercises", "run", "07", "--folder", str(tmp_path / "desk")]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    deadline = time.monotonic() + 60
+    while len(of_folder(tmp_path)) < 3:  # it, the check, its ranks or their server
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    deadline = time.monotonic() + 10
+    while left := of_folder(tmp_path):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def of_folder(folder):
+    """The processes whose temporary folder is in this one."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder).encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
