@@ -247,7 +247,7 @@ def test_readme_command(tmp_path):
     assert lines[-1].startswith("resnet18, RPC pipeline: loss 0.")
     output = tmp_path / "outputs/model_parallel_resnet"
     assert sorted(path.name for path in output.iterdir()) == [
-        "metrics.json", "num_split.png", "timeline.json", "timeline.png"]
+        "metrics.json", "num_split.png", "timeline.html", "timeline.json", "timeline.png"]
     for role in ("worker1", "worker2"):
         for numbers in forward_and_backward(output, role).values():
             assert sorted(numbers) == sorted([0] * 3 + [0, 1, 2] * 3)  # a warm-up and two batches of each count

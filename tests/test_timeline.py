@@ -1,15 +1,18 @@
-"""Per-process timelines: spans, idle shares, the picture and the trace."""
+"""Per-process timelines: spans, idle shares, the picture, the trace and the page."""
 
 import contextlib
 import json
+import re
+import struct
 import threading
 import time
 
 import pytest
-from common import timeline
+from common import timeline, tracing
 
 from p2p_collectives import train
 from rpc_rl import main as rpc_rl
+from tests.chromium import Chromium, find
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +72,46 @@ def test_idle_share():
     assert timeline.idle_share([], (0, 1)) == 1
     assert timeline.idle_share(spans((0, 4), (2, 6), (3, 4), (8, 9)), (0, 10)) == pytest.approx(0.3)
     assert timeline.idle_share(spans((-5, 1), (9, 20), (30, 40)), (0, 10)) == pytest.approx(0.8)
+    assert timeline.idle_share(spans((0, 4), kind="remote call"), (0, 10)) == 1
+
+
+def test_the_line_of_a_span():
+    """It is that of the `with`, and of the functions that called it; nothing of `common`."""
+    timeline.start("worker1")
+    with timeline.span("forward"):
+        pass
+    [span] = timeline.recorded()["worker1"]
+    path, line, function = span["where"][0]
+    here = test_the_line_of_a_span.__code__
+    assert (path, function) == ("tests/test_timeline.py", "test_the_line_of_a_span")
+    assert line == here.co_firstlineno + 3
+    assert all(not path.startswith("common") for path, _, _ in span["where"])
+
+
+def test_the_cell_of_a_span():
+    """That of its function, of the one a subclass has replaced, or of the first caller with one."""
+    def cell(*where):
+        found = timeline.cell_of([[path, 1, function] for path, function in where])
+        return found and (found[0], found[1])
+
+    assert cell(("rpc_rl/main.py", "Observer.run_episode")) == ("6_5", 11)
+    assert cell(("rpc_rl/fast_agent.py", "FastObserver.run_episode")) == ("6_5", 11)
+    assert cell(("rpc_rl/fast_agent.py", "FastAgent.run_episode")) == ("6_5", 18)
+    assert cell(("rpc_rl/main.py", "train"), ("rpc_rl/main.py", "run_worker")) == ("6_5", 22)
+    assert cell(("p2p_collectives/train.py", "run.<locals>.anything")) == ("6_4", 32)
+    assert cell(("rpc_rl/main.py", "train")) is None
+
+
+def test_the_colours():
+    """Within a lesson, each kind has its own."""
+    assert all(re.fullmatch("#[0-9A-F]{6}", look.colour) for look in timeline.KINDS.values())
+    for kinds in (["env.step", "select_action", "finish_episode"],
+                  ["forward", "backward", "step", "add"],
+                  ["forward", "backward", "loss", "step", "send"],
+                  ["forward", "backward", "all_reduce", "step"],
+                  ["forward", "backward with all_reduce", "step", "remote call"],
+                  ["send", "recv", "all_reduce", "collective"]):
+        assert len({timeline.KINDS[kind].colour for kind in kinds}) == len(kinds)
 
 
 def test_picture_and_trace(tmp_path):
@@ -79,32 +122,302 @@ def test_picture_and_trace(tmp_path):
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     found = [(names[event["pid"]], event["name"], event["ts"], event["dur"], event["tid"])
-             for event in events if event["ph"] == "X"]  # microseconds; what overlaps is in rows of its own
+             for event in events if event["ph"] == "X"]  # microseconds; what overlaps has a row
     assert found == [("worker1", "forward", 0, 2e6, 0), ("worker1", "forward", 1e6, 2e6, 1),
                      ("worker1", "forward", 4e6, 1e6, 0), ("worker2", "backward", 2e6, 2e6, 0)]
     idle = timeline.save(of_roles, tmp_path, "two workers", {"first": (0, 2), "second": (3, 5)})
-    assert idle == {"first": {"worker1": 0, "worker2": 1}, "second": {"worker1": 0.5, "worker2": 0.5}}
+    assert idle == {"first": {"worker1": 0, "worker2": 1},
+                    "second": {"worker1": 0.5, "worker2": 0.5}}
 
 
 def kinds(folder):
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    return {name: {event["name"] for event in events if event["ph"] == "X" and names[event["pid"]] == name}
+    return {name: {event["name"] for event in events
+                   if event["ph"] == "X" and names[event["pid"]] == name}
             for name in names.values()}
+
+
+def places(folder):
+    """What the trace says of each kind: its lines, without numbers, and its cells."""
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    found = {}
+    for event in events:
+        if event["ph"] == "X":
+            line, cell = event["args"].get("where", ""), event["args"].get("cell", "")
+            found.setdefault(event["name"], set()).add(
+                (re.sub(r":\d+", "", line), cell.partition(":")[0]))
+    return found
 
 
 def test_rpc_rl(tmp_path):
     rpc_rl.main(["--max_episodes", "2", "--timeline", "--output_dir", str(tmp_path)])
-    assert kinds(tmp_path) == {"agent": {"select_action", "finish_episode"}, "observer1": {"env.step"},
-                               "observer2": {"env.step"}}
+    assert places(tmp_path) == {
+        "env.step": {("rpc_rl/fast_agent.py FastObserver.run_episode", "6_5, cell 11")},
+        "select_action": {("rpc_rl/fast_agent.py FastAgent.select_action", "6_5, cell 16")},
+        "finish_episode": {("rpc_rl/main.py train", "6_5, cell 22")}}
+    assert kinds(tmp_path) == {"agent": {"select_action", "finish_episode"},
+                               "observer1": {"env.step"}, "observer2": {"env.step"}}
     assert (tmp_path / "timeline.png").exists()
     assert "spans" not in json.loads((tmp_path / "metrics.json").read_text())
 
 
-@pytest.mark.parametrize(("sync", "expected"), [("flat", {"forward", "backward", "all_reduce", "step"}),
-                                                ("ddp", {"forward", "backward with all_reduce", "step"})])
+@pytest.mark.parametrize(("sync", "expected"), [
+    ("flat", {"forward", "backward", "all_reduce", "step"}),
+    ("ddp", {"forward", "backward with all_reduce", "step"})])
 def test_p2p_train(sync, expected, tmp_path):
     train.main(["--epochs", "1", "--sync", sync, "--timeline", "--output_dir", str(tmp_path)])
     assert kinds(tmp_path) == {"rank0": expected, "rank1": expected}
     assert (tmp_path / "timeline.png").exists()
     assert "spans" not in json.loads((tmp_path / "metrics.json").read_text())
+
+
+BOTH = {"forward", "backward"}
+TRACED = {  # flags, and what is recorded in each process
+    "param_server/main.py": (["--epochs", "1"], {
+        "parameter_server": {*BOTH, "step"}, "trainer1": {"remote call"},
+        "trainer2": {"remote call"}}),
+    "rpc_rnn/main.py": (["--epochs", "1"], {"ps": BOTH, "trainer": {*BOTH, "remote call"}}),
+    "batch_rl/main.py": (["--observers", "2", "--num_steps", "20"], {
+        "agent": {"select_action", "finish_episode"}, "observer1": {"env.step"},
+        "observer2": {"env.step"}}),
+    "ddp_rpc_hybrid/main.py": (["--epochs", "1"], {
+        **{f"trainer{rank}": {"forward", "backward with all_reduce", "remote call", "step"}
+           for rank in range(2)},
+        "master": set(), "ps": {*BOTH, "step"}}),
+    "ddp_basic/main.py": (["--steps", "2"], {
+        f"rank{rank}": {"forward", "backward with all_reduce", "step"} for rank in range(2)}),
+    "p2p_collectives/main.py": ([], {
+        f"rank{rank}": {"collective", "all_reduce", *["send"] * (rank < 3), *["recv"] * (rank > 0)}
+        for rank in range(4)}),
+}
+
+
+@pytest.mark.parametrize("program", TRACED)
+def test_traced(program, tmp_path):
+    """A lesson without a line for it: the processes, what they did, and where that stands."""
+    flags, expected = TRACED[program]
+    tracing.main([str(timeline.ROOT / program), *flags, "--output_dir", str(tmp_path)])
+    assert kinds(tmp_path) == expected
+    for kind, found in places(tmp_path).items():
+        assert kind in timeline.KINDS
+        assert all(line.startswith(program.split("/")[0]) for line, _ in found), found
+    assert (tmp_path / "timeline.png").exists()
+    assert (tmp_path / "timeline.html").exists()
+
+
+def test_traced_bad_input(refused):
+    for path in (timeline.ROOT / "rpc_rl/main.py", timeline.ROOT / "nowhere/main.py", "main.py"):
+        refused(tracing.main, [str(path), "--max_episodes", "1"], ["SPANS", "--timeline"])
+    refused(tracing.main, [], ["SPANS"])
+
+
+# --- the page, in a browser
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    if find() is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    with Chromium(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+TITLE = "A <b>title, as long as that of a lesson: it takes two lines on a phone"
+PLACE = [["rpc_rl/main.py", 88, "Observer.run_episode"]]
+BEYOND = [["rpc_rl/main.py", 192, "train"]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A timeline of three processes: two rows, a striped kind, one without a span, </script>."""
+    def made(kind, start, end, where, **labels):
+        return {"kind": kind, "start": 1e9 + start, "end": 1e9 + end, "labels": labels,
+                "where": where, "thread": 7}
+
+    folder = tmp_path_factory.mktemp("timeline")
+    first = [made("env.step", 0.1 * i, 0.1 * i + 0.05, PLACE, observer=i) for i in range(8)]
+    second = [made("forward", 0.2, 0.4, BEYOND), made("backward", 0.3, 0.6, PLACE),
+              made("remote call", 0.6, 0.8, PLACE), made("</script>", 0.8, 0.9, [])]
+    timeline.save({"observer1": first, "agent": second, "observer2": []}, folder, TITLE,
+                  {"the middle": (1e9 + 0.2, 1e9 + 0.5)})
+    return folder
+
+
+def events_of(folder):
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    return [event for event in events if event["ph"] == "X"]
+
+
+def click(page, selector):
+    page.run(f"document.querySelector({json.dumps(selector)}).click()")
+    page.drawn()
+
+
+def everything(page):
+    """Show all of the timeline."""
+    page.run("[...document.querySelectorAll('#views button')].at(-1).click()")
+    page.drawn()
+
+
+def middles(page):
+    """Where the middle of each span is in the window, in the order of the JSON."""
+    return page.run("""(() => {
+        const at = canvas.getBoundingClientRect();
+        return spans.map(span => {
+            const [left, top, wide, high] = box(span);
+            return [at.left + left + wide / 2, at.top + top + high / 2];
+        });
+    })()""")
+
+
+def test_page_is_self_contained(chromium, saved):
+    page = chromium.open(saved / "timeline.html")
+    assert page.requests() == [(saved / "timeline.html").resolve().as_uri()]
+    assert page.complaints() == []
+    assert page.text("h1") == TITLE
+    text = (saved / "timeline.html").read_text()
+    assert not re.search(r"https?:|@import|url\(|\b(src|href)=(?!\"data:,\")", text)
+
+
+def test_complaints_are_seen(chromium, tmp_path):
+    """The two lists that must be empty above are not empty where there is something."""
+    bad = tmp_path / "bad.html"
+    bad.write_text("<link rel=stylesheet href=missing.css><script>console.error(1); no()</script>")
+    page = chromium.open(bad)
+    assert len(page.requests()) == 2
+    assert len(page.complaints()) >= 2
+
+
+def test_page_has_the_spans(chromium, saved):
+    """As many are drawn as the JSON has, each in its colour; first only those of the window."""
+    page = chromium.open(saved / "timeline.html")
+    events = events_of(saved)
+    begin = min(event["ts"] for event in events)
+    inside = [event for event in events
+              if event["ts"] - begin <= 0.5e6 and event["ts"] - begin + event["dur"] >= 0.2e6]
+    assert int(page.run("canvas.dataset.drawn")) == len(inside)
+    everything(page)
+    assert int(page.run("canvas.dataset.drawn")) == len(events) == page.run("spans.length")
+    seen = page.run("""spans.map(span => {
+        const [left, top, wide, high] = box(span);
+        const [r, g, b] = pen.getImageData(left + 1, top + high / 2, 1, 1).data;
+        return "#" + [r, g, b].map(c => c.toString(16).padStart(2, "0")).join("").toUpperCase();
+    })""")
+    for event, colour in zip(events, seen, strict=True):
+        look = timeline.KINDS.get(event["name"], timeline.OTHER)
+        assert look.striped or colour == look.colour, event
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_hover_and_tap(chromium, saved, width):
+    """Each span says what it is, its line and its cell, to a mouse and to a finger."""
+    page = chromium.open(saved / "timeline.html", width)
+    everything(page)
+    for event, (x, y) in zip(events_of(saved), middles(page), strict=True):
+        if width < 600:
+            page.touch("touchStart", (x, y))
+            page.touch("touchEnd")
+        else:
+            page.mouse("mouseMoved", x, y)
+        said = page.text("#details")
+        assert event["name"] in said
+        assert f"{event['dur'] / 1000:.3f}".rstrip("0").rstrip(".") + " ms" in said
+        if "where" in event["args"]:
+            assert event["args"]["where"] in said
+            beyond = "train" in event["args"]["where"]
+            assert ("none: beyond the tutorial" if beyond else "6_5, cell 11") in said
+        else:
+            assert "tutorial cell" not in said
+    if width > 600:
+        page.mouse("mouseMoved", 5, 5)
+        assert page.text("#details").startswith("Point at a span")
+
+
+def test_keyboard(chromium, saved):
+    """The arrow keys reach all spans."""
+    page = chromium.open(saved / "timeline.html")
+    page.run("canvas.focus()")
+    for count in (8, 4):
+        page.press("Home")
+        seen = set()
+        for _ in range(10):
+            seen.add(page.run("selected.index"))
+            assert page.run("selected.start >= view[0] && selected.end <= view[1]")
+            page.press("ArrowRight")
+        assert len(seen) == count
+        page.press("ArrowDown")
+    assert page.run("lanes[selected.lane].name") == "agent"  # observer2 has no span
+    page.press("Escape")
+    assert page.text("#details").startswith("Point at a span")
+
+
+def shown(page):
+    return page.run("view[1] - view[0]")
+
+
+def test_zoom_and_pan(chromium, saved):
+    page = chromium.open(saved / "timeline.html")
+    everything(page)
+    whole = shown(page)
+    (x, y), fixed = middles(page)[3], page.run("spans[3].start")
+    page.mouse("mouseWheel", x, y, deltaX=0, deltaY=-300)
+    assert shown(page) < whole / 1.5
+    assert middles(page)[3][0] == pytest.approx(x, abs=3)  # what is under the mouse stays there
+    click(page, "[data-do=zoomIn]")
+    before, start = shown(page), page.run("view[0]")
+    page.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
+    page.mouse("mouseMoved", x - 100, y, button="left", buttons=1)
+    page.mouse("mouseReleased", x - 100, y, button="left", clickCount=1)
+    assert shown(page) == pytest.approx(before)
+    assert page.run("view[0]") - start == pytest.approx(100 * before / page.run("width"), rel=0.01)
+    assert page.run("selected") is None  # that was no click
+    click(page, "[data-do=zoomOut]")
+    assert shown(page) == pytest.approx(2 * before)
+    page.touch("touchStart", (300, y), (500, y))
+    page.touch("touchMove", (200, y), (600, y))
+    page.touch("touchEnd")
+    assert shown(page) == pytest.approx(before, rel=0.02)
+    assert fixed == page.run("spans[3].start")
+
+
+def test_idle_in_words(chromium, saved):
+    """As `idle_share` says; a remote call is idle."""
+    page = chromium.open(saved / "timeline.html")
+    everything(page)
+    lines = page.text("#idle").splitlines()
+    assert lines[0].startswith("observer1: idle for 56%")  # 8 times 50 ms of 900 ms
+    assert lines[1].startswith("agent: idle for 44%")  # 200 to 600 ms and 800 to 900 ms
+    assert lines[2] == "observer2: idle all the time; nothing is recorded of it here"
+
+
+def test_languages(chromium, saved):
+    """That of the browser, and a switch."""
+    page = chromium.open(saved / "timeline.html", language="ja")
+    assert page.run("document.documentElement.lang") == "ja"
+    assert "色の意味" in page.text("body")
+    assert "Colours" not in page.text("body")
+    click(page, "#language")
+    assert page.run("document.documentElement.lang") == "en"
+    assert "Colours" in page.text("body")
+    assert page.run("Object.keys(TEXTS.en).join() === Object.keys(TEXTS.ja).join()")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_screenshot(chromium, saved, width, dark, tmp_path):
+    """The page fits into the window, in both languages, with and without a chosen span."""
+    for language in ("en", "ja"):
+        page = chromium.open(saved / "timeline.html", width, 844, language, dark)
+        for action in ("0", "select(spans[3])"):
+            page.run(action)
+            page.drawn()
+            assert page.run("document.documentElement.scrollWidth") == width
+            assert page.run("[...document.querySelectorAll('button')].every("
+                            "button => button.scrollWidth <= button.clientWidth)")
+            picture = tmp_path / f"{language}.png"
+            page.screenshot(picture)
+            assert struct.unpack(">I", picture.read_bytes()[16:20])[0] == width
+        background = page.run("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(255, 255, 255)") != dark
+        assert page.complaints() == []
