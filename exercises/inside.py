@@ -44,7 +44,7 @@ class method:  # used like a function
         tree.body[at] = factory
         exec(compile(tree, GIVEN["path"], "exec"), self.namespace)
         bound = self.namespace.pop("_bind")(owner)
-        bound.__qualname__ = f"{owner.__qualname__}.{name}"
+        getattr(bound, "__func__", bound).__qualname__ = f"{owner.__qualname__}.{name}"
         setattr(owner, name, bound)
 
 

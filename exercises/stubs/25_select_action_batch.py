@@ -7,7 +7,7 @@ from torch.distributed import rpc
 @staticmethod
 @rpc.functions.async_execution
 def select_action_batch(agent_rref, ob_id, states):
-    """オブザーバーからRPCで呼ばれ、futureを返します。全員の状態がそろったら、1回の順伝播で答えます。
+    """オブザーバーからRPCで呼ばれ、futureを返します。全員の状態がそろったら、1回の順伝搬で答えます。
 
     agent_rref: エージェントへのRRef。この関数はエージェントのプロセスで、複数のスレッドから同時に
         呼ばれます。
@@ -19,7 +19,7 @@ def select_action_batch(agent_rref, ob_id, states):
     `self.states`: このステップで届いた状態の辞書（キーは`ob_id`）。エピソードの初めは空です。
     `self.future_actions`: このステップの全員が共有する、未完了のfuture。値は全員の行動です。
     `self.act(リスト)`: 状態のリスト（`ob_id`の順に並べる）から、行動のリスト（同じ順）と対数確率の
-        テンソルを返します。順伝播は、1ステップにつきこの1回だけです。
+        テンソルを返します。順伝搬は、1ステップにつきこの1回だけです。
     `self.saved_log_probs`: ステップごとの対数確率を追加していくリスト。
 
     Called by an observer over RPC, returns a future: one forward answers when all states are there.

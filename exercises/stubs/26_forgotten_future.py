@@ -7,7 +7,7 @@ from torch.distributed import rpc
 @staticmethod
 @rpc.functions.async_execution
 def select_action_batch(agent_rref, ob_id, states):
-    """オブザーバーからRPCで呼ばれ、全員の状態がそろったら1回の順伝播で答えます。どこかに誤りがあります。
+    """オブザーバーからRPCで呼ばれ、全員の状態がそろったら1回の順伝搬で答えます。どこかに誤りがあります。
 
     agent_rref: エージェントへのRRef。
     ob_id: 呼んだオブザーバーの番号。0から始まります。
