@@ -3,12 +3,41 @@
 import statistics
 import time
 
-from common import cli, report
+from common import cli, picture, report
 from common.cli import refuse
 
 ENV_NAME = "CartPole-v1"
 BATCHED, SINGLE = "batched", "single"
+WORDS = {
+    "compare": {
+        "en": {"title": "{env}: one forward for all observers, or one for each",
+               "x": "observers (environments of each: {environments})",
+               "y": "environment steps per second",
+               SINGLE: "one by one", BATCHED: "in batches"},
+        "ja": {"title": "{env}：全オブザーバーを1回の順伝搬で処理するか、1つずつ処理するか",
+               "x": "オブザーバーの数（それぞれ環境{environments}個）", "y": "環境ステップ/秒",
+               SINGLE: "1つずつ", BATCHED: "バッチ"},
+    },
+    "train": {
+        "en": {"title": "{env} in batches: {environments} environments, {observers} observers",
+               "x": "episode", "y": "length of the first stretch (steps)",
+               "mean": "mean of all environments", "running": "running reward",
+               "solved": "solved above {threshold:g}"},
+        "ja": {"title": "{env}のバッチ処理：オブザーバー{observers}個、環境{environments}個",
+               "x": "エピソード", "y": "最初に倒れるまでの長さ（ステップ）",
+               "mean": "全環境の平均", "running": "移動平均報酬",
+               "solved": "{threshold:g}を超えたら解決"},
+    },
+}
 ENV_BYTES, STEP_BYTES = 4000, 200  # an environment, and what is kept of each of its steps, at least
+
+
+# What a timeline shows (common/tracing.py). Grey between them: waiting for the other side.
+SPANS = {
+    "gymnasium.wrappers:TimeLimit.step": ["env.step"],
+    "batch_rl.main:Agent.act": ["select_action"],
+    "batch_rl.main:Agent.finish_episode": ["finish_episode"],
+}
 
 
 class History:
@@ -88,7 +117,7 @@ def finish(runs, args):
         print_table(args, metrics, seconds)
     metrics = {"envs_per_observer": args.envs_per_observer, "agent": args.agent, **metrics}
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
-    plot(metrics, args)
+    plot([metrics], args)
     if args.mode == "train":
         solved = "solved" if metrics["solved"] else "not solved"
         print(f"{ENV_NAME} {solved} in {metrics['episodes']} episodes: running reward "
@@ -132,27 +161,35 @@ def print_table(args, metrics, seconds):
               f"{metrics['speedup'][observers]:10.2f}")
 
 
-def plot(metrics, args):
-    """Draw `batch_vs_single.png` or `learning_curve.png`."""
-    if args.mode == "compare":
-        title = f"{ENV_NAME}: one forward for all observers, or one for each"
-        path = args.output_dir / "batch_vs_single.png"
-        with report.picture(path, title, "observers", "environment steps per second") as axes:
-            for mode, label in ((SINGLE, "one by one"), (BATCHED, "in batches")):
-                points = [(row["observers"], row["env_steps_per_s"])
-                          for row in metrics["rows"] if row["mode"] == mode]
-                axes.plot(*zip(*points, strict=True), "o-", label=label)
-            axes.set_xticks(args.observers)
-            axes.set_ylim(bottom=0)
-    else:
-        environments = args.observers[0] * args.envs_per_observer
-        title = (f"{ENV_NAME} in batches: {environments} environments behind "
-                 f"{args.observers[0]} observers")
-        path = args.output_dir / "learning_curve.png"
-        with report.picture(path, title, "episode", "length of the first stretch (steps)") as axes:
-            episodes = range(1, metrics["episodes"] + 1)
-            axes.plot(episodes, metrics["rewards"], ".", color="0.6",
-                      label="mean of all environments")
-            axes.plot(episodes, metrics["running_rewards"], linewidth=2, label="running reward")
-            solved = f"solved above {args.reward_threshold:g}"
-            axes.axhline(args.reward_threshold, color="C3", linestyle="--", label=solved)
+def plot(runs, args):
+    """Draw `batch_vs_single.png`, from one or several runs, or `learning_curve.png`, of the first.
+
+    Args:
+        runs: their metrics.
+        args: the parsed flags.
+    """
+    if args.mode == "train":
+        plot_training(runs[0], args)
+        return
+    path = args.output_dir / "batch_vs_single.png"
+    for axes, words in picture.in_each_language(path, WORDS["compare"], runs, env=ENV_NAME,
+                                                environments=args.envs_per_observer):
+        for mode, colour in ((SINGLE, "C1"), (BATCHED, "C0")):
+            speeds = [[row["env_steps_per_s"] for row in run["rows"] if row["mode"] == mode]
+                      for run in runs]
+            picture.line(axes, args.observers, speeds, color=colour, label=words[mode])
+        axes.set_xticks(args.observers)
+        axes.set_ylim(bottom=0)
+
+
+def plot_training(metrics, args):
+    """Draw `learning_curve.png`."""
+    path, threshold = args.output_dir / "learning_curve.png", args.reward_threshold
+    observers = args.observers[0]
+    for axes, words in picture.in_each_language(
+            path, WORDS["train"], [metrics], env=ENV_NAME, observers=observers,
+            environments=observers * args.envs_per_observer, threshold=threshold):
+        episodes = range(1, metrics["episodes"] + 1)
+        axes.plot(episodes, metrics["rewards"], ".", color="0.6", label=words["mean"])
+        axes.plot(episodes, metrics["running_rewards"], linewidth=2, label=words["running"])
+        axes.axhline(threshold, color="C1", linestyle="--", label=words["solved"])

@@ -3,7 +3,8 @@
 Two agents play episodes with and without batches, all four in turns, within one run:
 
     with a graph      the lesson's: every forward keeps its graph, backward goes through all of them
-    without a graph   states and actions are kept; all log-probabilities come from one forward at the end
+    without a graph   states and actions are kept; all log-probabilities come from one forward at
+                      the end
 
     python -m benchmarks.batch_rl --observers 5 --num_episode 8
 """
@@ -44,14 +45,16 @@ class WithoutGraph(FastAgent):
         if batch:  # (steps, observers, K)
             states, actions = map(torch.tensor, zip(*self.saved_log_probs, strict=True))
         else:
-            by_observer = [list(map(torch.tensor, zip(*saved, strict=True))) for saved in self.saved_log_probs]
-            states, actions = (torch.stack(parts, dim=1) for parts in zip(*by_observer, strict=True))
-        log_probs = Categorical(self.policy(states.to(self.device))).log_prob(actions.to(self.device))
-        return log_probs.permute(1, 2, 0)
+            by_observer = [map(torch.tensor, zip(*saved, strict=True))
+                           for saved in self.saved_log_probs]
+            states, actions = (torch.stack(parts, dim=1)
+                               for parts in zip(*by_observer, strict=True))
+        policy = Categorical(self.policy(states.to(self.device)))
+        return policy.log_prob(actions.to(self.device)).permute(1, 2, 0)
 
 
 def run_worker(rank, world_size, args):
-    """Time all four on episodes of their own; rank 0 returns the environment steps/s of each episode."""
+    """Time all four on episodes of their own; rank 0 returns the environment steps/s of each."""
     rpc.init_rpc(lesson.role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args, lesson.RPC_THREADS))
     metrics = measure(rank, world_size, args) if rank == 0 else None
@@ -61,7 +64,8 @@ def run_worker(rank, world_size, args):
 
 def measure(rank, world_size, args):
     """What `run_worker` returns."""
-    agents = {"with a graph": FastAgent(world_size, args), "without a graph": WithoutGraph(world_size, args)}
+    agents = {"with a graph": FastAgent(world_size, args),
+              "without a graph": WithoutGraph(world_size, args)}
     speeds = {f"{graph}, {mode}": [] for graph in agents for mode in MODES}
     for episode in range(1 + args.num_episode):
         for graph, agent in agents.items():
@@ -78,7 +82,8 @@ def build_parser():
     """The flags of batch_rl, whose episodes are timed."""
     parser = lesson.build_parser()
     parser.description = __doc__
-    parser.set_defaults(example="benchmark_batch_rl", output_dir=Path("outputs", "benchmark_batch_rl"))
+    parser.set_defaults(example="benchmark_batch_rl",
+                        output_dir=Path("outputs", "benchmark_batch_rl"))
     return parser
 
 
@@ -88,13 +93,15 @@ def main(argv=None):
     metrics = launch(run_worker, args, lesson.role_name)
     if metrics is None:
         return None
-    medians = {name: statistics.median(speeds) for name, speeds in metrics["env_steps_per_s"].items()}
+    medians = {name: statistics.median(speeds)
+               for name, speeds in metrics["env_steps_per_s"].items()}
     metrics = report.save_metrics(args, {**metrics, "medians": medians}, backend="tensorpipe")
-    print(f"{args.world_size - 1} observers, {args.envs_per_observer} environments each: environment steps per second, "
-          f"medians of {args.num_episode} episodes")
+    print(f"{args.world_size - 1} observers, {args.envs_per_observer} environments each: "
+          f"environment steps per second, medians of {args.num_episode} episodes")
     for graph in ("with a graph", "without a graph"):
         batched, single = (medians[f"{graph}, {mode}"] for mode in MODES)
-        print(f"{graph:15}   batched {batched:6.0f}   single {single:6.0f}   speed-up {batched / single:.2f}")
+        print(f"{graph:15}   batched {batched:6.0f}   single {single:6.0f}   "
+              f"speed-up {batched / single:.2f}")
     return metrics
 
 

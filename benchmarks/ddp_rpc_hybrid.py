@@ -1,4 +1,6 @@
-"""What do sparse gradients do to the bytes and the time of a step? `ddp_rpc_hybrid/main.py`, run in turns.
+"""What do sparse gradients do to the bytes and the time of a step?
+
+`ddp_rpc_hybrid/main.py`, run in turns.
 
     python -m benchmarks.ddp_rpc_hybrid --rounds 3
 """
@@ -47,7 +49,8 @@ def main(argv=None):
     print(f"{'rows':>9}  {'gradient':>8}" + "".join(f"{name:>22}" for name in COLUMNS))
     for (rows, sparse), runs in results.items():
         medians = (statistics.median(run[name] for run in runs) for name in COLUMNS)
-        print(f"{rows:9}  {'sparse' if sparse else 'dense':>8}" + "".join(f"{median:22,.1f}" for median in medians))
+        numbers = "".join(f"{median:22,.1f}" for median in medians)
+        print(f"{rows:9}  {'sparse' if sparse else 'dense':>8}{numbers}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Write measured numbers and the maps of the notebooks into the pages, or say where they are out of date.
+"""Write measured numbers and the maps of the notebooks into the pages, or check the pages.
 
     python -m benchmarks.docs            write
-    python -m benchmarks.docs --check    status 1 if a page is not what would be written (`make docs-check`)
+    python -m benchmarks.docs --check    status 1 if a page is not what would be written
 
 In a page, in either language (`*.ja.md` is Japanese):
 
     <!-- = rpc_rl env_steps_per_s -->1659 (1602 to 1790)<!-- end -->     a median with its range
-    <!-- map 6_5_rpc_rl -->...<!-- end -->                               the table of docs/walk/6_5_rpc_rl.json
+    <!-- map 6_5_rpc_rl -->...<!-- end -->        the table of docs/walk/6_5_rpc_rl.json
 """
 
 import ast
@@ -21,8 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(<!-- (=|map) ([^>]*?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "–"
 WORDS = {  # column titles and cells of the map
-    "en": {"cell": "cell", "notebook": "notebook", "here": "here", "mended": "mended", "left_out": "left out: "},
-    "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点", "left_out": "省略: "},
+    "en": {"cell": "cell", "notebook": "notebook", "here": "here", "mended": "mended",
+           "left_out": "left out: "},
+    "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点",
+           "left_out": "省略: "},
 }
 
 
@@ -37,8 +39,9 @@ def written(page):
 
     def write(match):
         begin, kind, what, _, end = match.groups()
-        text = number(what, language) if kind == "=" else f"\n\n{map_of(what, language, page.parent)}\n\n"
-        return begin + text + end
+        if kind == "=":
+            return begin + number(what, language) + end
+        return f"{begin}\n\n{map_of(what, language, page.parent)}\n\n{end}"
 
     return MARKED.sub(write, page.read_text())
 
@@ -67,17 +70,19 @@ def map_of(walk, language, folder):
     notebook = next(book for book in edition["notebooks"] if book["chapter"] == chapter)
     link = f"{edition['source']}/blob/main/{notebook['file']}"
     lines = [f"[{chapter} {notebook['title']}]({link})", "",
-             f"| {words['cell']} | {words['notebook']} | {words['here']} | {words['mended']} |", "|---|---|---|---|"]
+             f"| {words['cell']} | {words['notebook']} | {words['here']} | {words['mended']} |",
+             "|---|---|---|---|"]
     for row in json.loads((ROOT / "docs/walk" / f"{walk}.json").read_text()):
         if "heading" in row:
-            lines.append(f"| {row['cell']} | **{row['heading']}** | {place(row['see'], folder)} | |")
+            there = place(row["see"], folder)
+            lines.append(f"| {row['cell']} | **{row['heading']}** | {there} | |")
             continue
         outer = {name: there for name, there in row["names"].items() if "__init__" not in name}
         outer = outer or row["names"]
         names = ", ".join(f"`{name}`" for name in outer)
         here = ", ".join(dict.fromkeys(place(there, folder) for there in outer.values() if there))
         suffix = "_ja" if language == "ja" else ""
-        mended, left_out = row.get(f"mended{suffix}", row["mended"]), row.get(f"left_out{suffix}", row["left_out"])
+        mended, left_out = (row.get(f"{key}{suffix}", row[key]) for key in ("mended", "left_out"))
         notes = filter(None, [mended, left_out and words["left_out"] + left_out])
         notes = ("。" if language == "ja" else "; ").join(notes)
         lines.append(f"| {row['cell']} | {names} | {here} | {notes} |")

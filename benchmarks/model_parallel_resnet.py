@@ -1,4 +1,6 @@
-"""Is the pipeline worth it? Batches over RPC, with both schedules, and in one process with one thread, in turns.
+"""Is the pipeline worth it?
+
+Batches over RPC, with both schedules, and in one process with one thread, in turns.
 
     python -m benchmarks.model_parallel_resnet --rounds 1
 """
@@ -23,10 +25,12 @@ from model_parallel_resnet import schedules
 from model_parallel_resnet.data import get_batch, require_sizes
 
 FOLDER = Path(rpc_pipeline.__file__).parent
-WAYS = {"RPC pipeline": [FOLDER / "main.py"], "gpipe": [FOLDER / "schedules.py", "--schedule", "gpipe"],
+WAYS = {"RPC pipeline": [FOLDER / "main.py"],
+        "gpipe": [FOLDER / "schedules.py", "--schedule", "gpipe"],
         "1f1b": [FOLDER / "schedules.py", "--schedule", "1f1b"]}  # fmt: skip
 ALONE = "one process"
-PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "lr", "seed", "device")
+PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "lr", "seed",
+             "device")
 
 
 def build_parser():
@@ -34,7 +38,8 @@ def build_parser():
     name = "benchmark_model_parallel_resnet"
     parser = rpc_pipeline.build_parser(__doc__, name, distributed=False)
     parser.set_defaults(num_splits=[4, 8], num_batches=3)
-    parser.add_argument("--rounds", type=bounded(int, at_least=1), default=1, metavar="N", help="runs of each way")
+    parser.add_argument("--rounds", type=bounded(int, at_least=1), default=1, metavar="N",
+                        help="runs of each way")
     return parser
 
 
@@ -69,14 +74,15 @@ def run(command, args):
     with tempfile.TemporaryDirectory() as folder:
         flags = [word for name in PASSED_ON for word in (f"--{name}", str(getattr(args, name)))]
         flags += ["--output_dir", folder, "--num_splits", *map(str, args.num_splits)]
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # for each worker, on any machine
         subprocess.run([sys.executable, *command, *flags], check=True, stdout=subprocess.DEVNULL,
-                       env={**os.environ, "OMP_NUM_THREADS": "1"})  # a worker has one thread, on any machine
+                       env=one_thread)
         rows = json.loads(Path(folder, "metrics.json").read_text())["rows"]
         return {row["num_split"]: row["median_s"] for row in rows}
 
 
 def main(argv=None):
-    """Print and write the medians of all rounds, and how many times as fast as one process they are."""
+    """Print and write the medians of all rounds, and how much faster than one process they are."""
     args = build_parser().parse_args(argv)
     require_sizes(args, [["batch", "first half", "second half"]])  # of the one process
     schedules.require_stages(args)
@@ -89,8 +95,9 @@ def main(argv=None):
             for num_split, median in run(command, args).items():
                 seconds.setdefault((way, num_split), []).append(median)
     alone = statistics.median(seconds[ALONE, 1])
-    rows = [{"way": way, "num_split": num_split, "median_s": statistics.median(times), "rounds_s": times,
-             "speedup": alone / statistics.median(times)} for (way, num_split), times in seconds.items()]
+    rows = [{"way": way, "num_split": num_split, "median_s": statistics.median(times),
+             "rounds_s": times, "speedup": alone / statistics.median(times)}
+            for (way, num_split), times in seconds.items()]
     print(f"{'':12}  splits  s/batch  times as fast as one process")
     for row in rows:
         print("{way:12}  {num_split:6}  {median_s:7.2f}  {speedup:.2f}".format(**row))

@@ -1,4 +1,6 @@
-"""How much slower is a network on a server than one in this process? Steps of both in turns, on as many threads.
+"""How much slower is a network on a server than one in this process?
+
+Steps of both in turns, on as many threads.
 
     python -m benchmarks.param_server --rounds 3
 """
@@ -23,7 +25,7 @@ WARM_UP = 10  # steps that are not counted
 
 
 def run_worker(rank, world_size, args):
-    """The trainer steps the server's network and one of its own, in turns; milliseconds of each step."""
+    """The trainer steps the server's network and one of its own, in turns; milliseconds of both."""
     if rank == 0:
         return lesson.run_parameter_server(rank, world_size, args)
     rpc.init_rpc(lesson.role_name(rank, world_size), rank=rank, world_size=world_size,
@@ -51,7 +53,8 @@ def measure(args):
             local_opt.step()
             milliseconds["server"].append(1000 * (half_way - started))
             milliseconds["local"].append(1000 * (time.perf_counter() - half_way))
-    return {"ms_per_step": {name: statistics.median(values[WARM_UP:]) for name, values in milliseconds.items()}}
+    return {"ms_per_step": {name: statistics.median(values[WARM_UP:])
+                            for name, values in milliseconds.items()}}
 
 
 def build_parser():
@@ -60,7 +63,8 @@ def build_parser():
     parser.description = __doc__
     parser.set_defaults(example="benchmark_param_server", world_size=2,
                         output_dir=Path("outputs", "benchmark_param_server"))
-    parser.add_argument("--rounds", type=bounded(int, at_least=1), default=5, metavar="N", help="epochs")
+    parser.add_argument("--rounds", type=bounded(int, at_least=1), default=5, metavar="N",
+                        help="epochs")
     return parser
 
 
@@ -75,8 +79,8 @@ def main(argv=None):
         return None
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     server, local = (metrics["ms_per_step"][name] for name in ("server", "local"))
-    print(f"a step of {args.batch_size} images: {server:.1f} ms with the network on the server, {local:.1f} ms in this "
-          f"process: {local / server:.2f} of its throughput")
+    print(f"a step of {args.batch_size} images: {server:.1f} ms with the network on the server, "
+          f"{local:.1f} ms in this process: {local / server:.2f} of its throughput")
     return metrics
 
 

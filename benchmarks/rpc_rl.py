@@ -78,7 +78,7 @@ def measure(rank, world_size, args):
             seconds = time.perf_counter() - started
             counted = agents[ONE] if name == CEILING else agent  # which plays what ONE has played
             steps = sum(map(len, counted.rewards.values()))
-            if steps >= args.min_steps:  # the short episodes of the beginning measure the start of an episode
+            if steps >= args.min_steps:  # short episodes measure the start of an episode
                 speeds[name].append(steps / seconds)
     return {"steps_per_s": speeds}
 
@@ -89,8 +89,10 @@ def build_parser():
     parser.description = __doc__
     parser.set_defaults(example="benchmark_rpc_rl", output_dir=Path("outputs", "benchmark_rpc_rl"))
     count = bounded(int, at_least=1)
-    parser.add_argument("--rounds", type=count, default=100, metavar="N", help="episodes of each agent")
-    parser.add_argument("--min_steps", type=count, default=200, metavar="N", help="skip episodes with fewer steps")
+    parser.add_argument("--rounds", type=count, default=100, metavar="N",
+                        help="episodes of each agent")
+    parser.add_argument("--min_steps", type=count, default=200, metavar="N",
+                        help="skip episodes with fewer steps")
     return parser
 
 
@@ -104,7 +106,8 @@ def main(argv=None):
     rows = [{"agent": name, "env_steps_per_s": speed, "share_of_ceiling": speed / medians[CEILING]}
             for name, speed in medians.items()]
     metrics = report.save_metrics(args, {**metrics, "rows": rows}, backend="tensorpipe")
-    print(f"{'':20} steps/s   of the ceiling   (medians of {len(metrics['steps_per_s'][ONE])} episodes)")
+    episodes = len(metrics["steps_per_s"][ONE])
+    print(f"{'':20} steps/s   of the ceiling   (medians of {episodes} episodes)")
     for row in rows:
         print(f"{row['agent']:20} {row['env_steps_per_s']:7.0f}   {row['share_of_ceiling']:14.0%}")
     return metrics

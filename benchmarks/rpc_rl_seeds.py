@@ -1,7 +1,11 @@
-"""How many episodes, and how long, until CartPole is solved? `rpc_rl/main.py` as a user starts it, once per seed.
+"""How many episodes, and how long, until CartPole is solved?
+
+`rpc_rl/main.py` as a user starts it, once per seed.
 
     python -m benchmarks.rpc_rl_seeds --seeds 0 1 2 3 4
-    python -m benchmarks.rpc_rl_seeds --seeds 0 1 2 3 4 --truncation terminal       the tutorial's returns
+    python -m benchmarks.rpc_rl_seeds --seeds 0 1 2 3 4 --truncation terminal
+
+The last one has the tutorial's returns.
 """
 
 import json
@@ -32,7 +36,8 @@ def build_parser():
 def train(seed, args):
     """One run; its numbers in the order of COLUMNS."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = {"seed": seed, "truncation": args.truncation, "max_episodes": args.max_episodes, "output_dir": folder}
+        flags = {"seed": seed, "truncation": args.truncation, "max_episodes": args.max_episodes,
+                 "output_dir": folder}
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         subprocess.run([sys.executable, MAIN, *words], check=True, stdout=subprocess.DEVNULL)
         metrics = json.loads(Path(folder, "metrics.json").read_text())

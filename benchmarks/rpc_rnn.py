@@ -1,11 +1,12 @@
-"""Where does each millisecond of a step of rpc_rnn go, and what does the tutorial's own protocol take?
+"""Where does each millisecond of a step of rpc_rnn go, and what does the tutorial's protocol take?
 
-Two models train in turns, a few steps each, within one run (a noisy machine cannot favour one of them):
+Two models train in turns, a few steps each, within one run: a noisy machine cannot favour one.
 
     this lesson    rref.rpc_sync().forward(...)
     the tutorial   _remote_method(...)
 
-and the first one once more with a clock between the parts of a step. The oracle's steps, without RPC, are the floor.
+and the first one once more with a clock between the parts of a step. The oracle's steps, without
+RPC, are the floor.
 
     python -m benchmarks.rpc_rnn --rounds 30
 """
@@ -30,7 +31,8 @@ from rpc_rnn.data import columns, get_next_batch, load_language
 from rpc_rnn.saving import LocalRNNModel, require_inputs
 
 LESSON, TUTORIAL, LOCAL = "this lesson", "the tutorial", "one process, no RPC"
-PARTS = ("embedding RPC", "LSTM", "decoder RPC", "loss", "backward", "optimizer step", "end of the context")
+PARTS = ("embedding RPC", "LSTM", "decoder RPC", "loss", "backward", "optimizer step",
+         "end of the context")
 
 
 def _call_method(method, rref, *args, **kwargs):
@@ -106,7 +108,8 @@ def measure(args):
     """What `run_worker` returns."""
     language = load_language(args)
     sizes = (language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout, args.seed)
-    ours, tutorial = (model_class("ps", *sizes, args.device) for model_class in (lesson.RNNModel, TutorialModel))
+    ours, tutorial = (model_class("ps", *sizes, args.device)
+                      for model_class in (lesson.RNNModel, TutorialModel))
     local, criterion = LocalRNNModel(*sizes[:4]), nn.CrossEntropyLoss()
     torchs = lesson.OPTIMIZERS[args.optimizer]
     opt, tutorials_opt = (DistributedOptimizer(torchs, model.parameter_rrefs(), lr=args.lr)
@@ -115,10 +118,12 @@ def measure(args):
     ways = {LESSON: (remote_step, ours, opt), TUTORIAL: (remote_step, tutorial, tutorials_opt),
             LOCAL: (local_step, local, torchs(local.parameters(), lr=args.lr)),
             "parts": (timed_step, ours, opt)}
-    batches = list(get_next_batch(columns(language.train, args.batch_size, 0, 1), args.bptt))[: args.steps]
+    text = columns(language.train, args.batch_size, 0, 1)
+    batches = list(get_next_batch(text, args.bptt))[: args.steps]
     hidden, times, parts = ours.init_hidden(args.batch_size), {name: [] for name in ways}, []
     for turn in range(args.rounds + 1):
-        for name in random.Random(turn).sample(list(ways), len(ways)):  # whoever comes first has it no easier
+        # In another order each time: nobody profits from being the first.
+        for name in random.Random(turn).sample(list(ways), len(ways)):
             step, model, optimizer = ways[name]
             started = time.perf_counter()
             results = [step(model, optimizer, criterion, *batch, hidden) for batch in batches]
@@ -126,16 +131,18 @@ def measure(args):
             if name == "parts":
                 parts += results
     warm_up = len(batches)
-    medians = dict(zip(PARTS, map(statistics.median, zip(*parts[warm_up:], strict=True)), strict=True))
-    return {"ms_per_step": {name: statistics.median(times[name][1:]) for name in (LESSON, TUTORIAL, LOCAL)},
-            "parts_ms": medians}
+    medians = map(statistics.median, zip(*parts[warm_up:], strict=True))
+    return {"ms_per_step": {name: statistics.median(times[name][1:])
+                            for name in (LESSON, TUTORIAL, LOCAL)},
+            "parts_ms": dict(zip(PARTS, medians, strict=True))}
 
 
 def build_parser():
     """The flags of rpc_rnn, whose steps are timed, and how long."""
     parser = lesson.build_parser()
     parser.description = __doc__
-    parser.set_defaults(example="benchmark_rpc_rnn", output_dir=Path("outputs", "benchmark_rpc_rnn"))
+    parser.set_defaults(example="benchmark_rpc_rnn",
+                        output_dir=Path("outputs", "benchmark_rpc_rnn"))
     count = bounded(int, at_least=1)
     parser.add_argument("--rounds", type=count, default=30, metavar="N", help="turns of each model")
     parser.add_argument("--steps", type=count, default=20, metavar="N", help="steps in a turn")

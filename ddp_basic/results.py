@@ -3,9 +3,25 @@
 import statistics
 
 import torch
-from common import report
+from common import picture, report, timeline
 
 DRAWN_STEPS = 5
+WORDS = {
+    "en": {"title": "Rank {rank} loses {delay:g} s in each step, and so do all the others",
+           "x": "time (s)", "y": "rank", "forward": "forward and extra work",
+           "backward with all_reduce": "backward(): mostly waiting for the others"},
+    "ja": {"title": "ランク{rank}が各ステップで{delay:g}秒遅れると、全ランクが遅れる",
+           "x": "時間（秒）", "y": "ランク", "forward": "順伝搬と追加の処理",
+           "backward with all_reduce": "backward()：ほとんどはほかのランクの待ち"},
+}
+
+
+# What a timeline shows (common/tracing.py).
+SPANS = {
+    "torch.nn.parallel:DistributedDataParallel.forward": ["forward"],
+    "torch:Tensor.backward": ["backward with all_reduce"],
+    "torch.optim:SGD.step": ["step"],
+}
 
 
 def loss_on(inputs, labels, model, loss_fn):
@@ -71,10 +87,11 @@ def finish(metrics, args):
     """Write metrics.json, draw skew.png, print the last line; the whole metrics."""
     metrics = report.save_metrics(args, metrics, metrics["backend"])
     if "skew" in metrics:
-        plot_skew(metrics["skew"]["spans"], args)
+        plot_skew(metrics, args)
         step_s, even_step_s = (max(metrics["skew"][key]) for key in ("step_s", "even_step_s"))
-        print(f"skew on {args.world_size} ranks: a step takes {step_s:.3f} s where rank "
-              f"{args.slow_rank} takes {args.delay:g} s longer, {even_step_s:.3f} s where none does")
+        print(f"skew on {args.world_size} ranks: a step takes {step_s:.3f} s where "
+              f"rank {args.slow_rank} takes {args.delay:g} s longer, "
+              f"{even_step_s:.3f} s where none does")
         return metrics
     losses = metrics[args.demos[0]]  # the same in every demo: they train the same weights
     print(f"{', '.join(args.demos)} on {args.world_size} ranks: "
@@ -82,23 +99,29 @@ def finish(metrics, args):
     return metrics
 
 
-def plot_skew(spans, args):
+def plot_skew(metrics, args):
     """Draw the first steps of every rank as bars over time.
 
     Args:
-        spans: of each rank and step: start, start of backward(), end, in seconds.
+        metrics: their `spans` are, of each rank and step: start, start of backward(), end, in
+            seconds.
         args: the parsed flags.
     """
-    title = f"Rank {args.slow_rank} loses {args.delay:g} s in each step, and so do all the others"
-    with report.picture(args.output_dir / "skew.png", title, "time (s)", "rank") as axes:
+    path, spans = args.output_dir / "skew.png", metrics["skew"]["spans"]
+    height = 1.8 + 0.7 * len(spans)
+    for axes, words in picture.in_each_language(path, WORDS, [metrics], height=height,
+                                                rank=args.slow_rank, delay=args.delay):
+        zero = min(steps[0][0] for steps in spans)
         for rank, steps in enumerate(spans):
-            computing = [(start, backward - start) for start, backward, _ in steps[:DRAWN_STEPS]]
-            waiting = [(backward, end - backward) for _, backward, end in steps[:DRAWN_STEPS]]
-            for bars, color, label in (
-                (computing, "C0", "forward and extra work"),
-                (waiting, "0.8", "backward(): mostly waiting for the others"),
+            computing = [(start - zero, backward - start) for start, backward, _ in steps]
+            waiting = [(backward - zero, end - backward) for _, backward, end in steps]
+            for bars, kind in (
+                (computing, "forward"),
+                (waiting, "backward with all_reduce"),
             ):
-                axes.broken_barh(bars, (rank - 0.35, 0.7), color=color, edgecolor="white",
-                                 label=label if rank == 0 else None)
+                starts, lengths = zip(*bars[:DRAWN_STEPS], strict=True)
+                axes.barh(rank, lengths, left=starts, height=0.7, **timeline.bar(kind),
+                          label=words[kind] if rank == 0 else None)
         axes.set_yticks(range(len(spans)))
         axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")

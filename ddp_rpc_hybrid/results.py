@@ -3,17 +3,34 @@
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
-from common import report
+from common import picture, report
 from torch.distributed import rpc
 
 from ddp_rpc_hybrid.data import BATCHES
+
+WORDS = {
+    "en": {"title": "DDP and RPC in one model: {trainers} trainers, one table of {rows:,} rows",
+           "x": "epoch", "y": "loss (nats)", "y2": "accuracy (%)", "loss": "training loss",
+           "accuracy": "accuracy on new batches", "chance": "guessing among {classes} classes"},
+    "ja": {"title": "DDPとRPCを組み合わせたモデル：トレーナー{trainers}個、{rows:,}行の表1つ",
+           "x": "エポック", "y": "損失（ナット）", "y2": "正解率（%）", "loss": "訓練の損失",
+           "accuracy": "新しいバッチでの正解率", "chance": "{classes}クラスから当て推量した場合"},
+}
+# What a timeline shows (common/tracing.py).
+SPANS = {
+    "torch.nn:EmbeddingBag.forward": ["forward", "backward", "HybridModel.forward"],
+    "torch.nn.parallel:DistributedDataParallel.forward": ["forward"],
+    "torch.distributed.autograd:backward": ["backward with all_reduce"],
+    "torch.distributed.optim:DistributedOptimizer.step": ["remote call"],
+    "ddp_rpc_hybrid.main:SGD.step": ["step"],
+}
 
 
 def of_epoch(steps):
     """The `loss` and the `accuracy` of an epoch.
 
     Args:
-        steps: (loss, how many targets were guessed before the step, how many bags there were) of each step.
+        steps: of each step (loss, how many targets were guessed before it, how many bags it had).
     """
     losses, guessed, bags = zip(*steps, strict=True)
     return {"loss": sum(losses) / len(losses), "accuracy": sum(guessed) / sum(bags)}
@@ -22,12 +39,14 @@ def of_epoch(steps):
 def log_epoch(role, epochs):
     """Print the line of the last epoch, of every tenth."""
     if len(epochs) % 10 == 0:
-        report.log(role, "epoch {:3}  loss {loss:.3f}  accuracy {accuracy:.0%}".format(len(epochs), **epochs[-1]))
+        line = "epoch {:3}  loss {loss:.3f}  accuracy {accuracy:.0%}"
+        report.log(role, line.format(len(epochs), **epochs[-1]))
 
 
 def bytes_over_rpc(indices, offsets, dim):
-    """What a step sends: the request, the bags' sums of `dim` numbers, and in the backward pass their gradient."""
-    return indices.nbytes + offsets.nbytes + 2 * len(offsets) * dim * torch.get_default_dtype().itemsize
+    """What a step sends: the request, the bags' sums of `dim` numbers, and their gradient."""
+    numbers = 2 * len(offsets) * dim
+    return indices.nbytes + offsets.nbytes + numbers * torch.get_default_dtype().itemsize
 
 
 def of_trainer(epochs, train_s, rpc_bytes, model, criterion, batch):
@@ -37,12 +56,14 @@ def of_trainer(epochs, train_s, rpc_bytes, model, criterion, batch):
         epochs: `of_epoch` for each.
         train_s: seconds of the training loop.
         rpc_bytes: of all steps together.
-        model, criterion: for one more backward pass, without a step, on `batch`: how large is the table's gradient?
+        model, criterion: for one more backward pass on `batch`, without a step: how large is the
+            table's gradient?
     """
     steps, n_trainers = len(epochs) * BATCHES, dist.get_world_size()
     dense_bytes = sum(param.nbytes for param in model.parameters())
     all_reduce_bytes = 2 * (n_trainers - 1) / n_trainers * dense_bytes  # what a ring sends
-    return {"epochs": epochs, "steps_per_s": steps / train_s, "bytes_per_step": rpc_bytes / steps + all_reduce_bytes,
+    return {"epochs": epochs, "steps_per_s": steps / train_s,
+            "bytes_per_step": rpc_bytes / steps + all_reduce_bytes,
             "table_gradient_bytes": table_gradient_bytes(model, criterion, batch)}
 
 
@@ -52,13 +73,16 @@ def table_gradient_bytes(model, criterion, batch):
     with dist_autograd.context() as context_id:
         output = model(indices, offsets)
         dist_autograd.backward(context_id, [criterion(output, target.to(output.device))])
-        return rpc.rpc_sync(model.emb_rref.owner(), _gradient_bytes, args=(model.emb_rref, context_id))
+        return rpc.rpc_sync(model.emb_rref.owner(), _gradient_bytes,
+                            args=(model.emb_rref, context_id))
 
 
 def _gradient_bytes(emb_rref, context_id):
     """On the server."""
     gradient = dist_autograd.get_gradients(context_id)[emb_rref.local_value().weight]
-    return gradient._values().nbytes + gradient._indices().nbytes if gradient.is_sparse else gradient.nbytes
+    if gradient.is_sparse:
+        return gradient._values().nbytes + gradient._indices().nbytes
+    return gradient.nbytes
 
 
 def over_trainers(trainers):
@@ -73,24 +97,28 @@ def over_trainers(trainers):
 def finish(metrics, args):
     """Write metrics.json, draw `loss.png`, print the last line; the whole metrics."""
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
-    plot(metrics, args)
+    plot([metrics], args)
     first, last = metrics["epochs"][0], metrics["epochs"][-1]
     trainers = "1 trainer" if args.world_size == 3 else f"{args.world_size - 2} trainers"
-    print(f"{trainers}: loss {first['loss']:.2f} -> {last['loss']:.2f}, accuracy {first['accuracy']:.0%} -> "
-          f"{last['accuracy']:.0%} (chance {1 / args.num_classes:.0%}) | {metrics['steps_per_s']:.0f} steps/s per "
+    print(f"{trainers}: loss {first['loss']:.2f} -> {last['loss']:.2f}, "
+          f"accuracy {first['accuracy']:.0%} -> {last['accuracy']:.0%} "
+          f"(chance {1 / args.num_classes:.0%}) | {metrics['steps_per_s']:.0f} steps/s per "
           f"trainer, {metrics['bytes_per_step'] / 1000:.1f} kB a step")
     return metrics
 
 
-def plot(metrics, args):
-    """Draw `loss.png`."""
-    title = f"DDP and RPC in one model: {args.world_size - 2} trainers, one table of {args.num_embeddings} rows"
-    with report.picture(args.output_dir / "loss.png", title, "epoch", "loss (nats)") as axes:
-        epochs = range(1, len(metrics["epochs"]) + 1)
-        axes.plot(epochs, [epoch["loss"] for epoch in metrics["epochs"]], color="C0", label="loss (left)")
-        right = axes.twinx()
-        right.plot(epochs, [epoch["accuracy"] for epoch in metrics["epochs"]], color="C1", label="accuracy (right)")
-        right.axhline(1 / args.num_classes, color="C1", linestyle="--", label="chance (right)")
-        right.set_ylim(0, 1)
-        right.set_ylabel("accuracy on new batches")
-        right.spines["top"].set_visible(False)
+def plot(runs, args):
+    """Draw `loss.png`: loss and accuracy per epoch, from the metrics of one or several runs."""
+    path, values = args.output_dir / "loss.png", {
+        "trainers": args.world_size - 2, "rows": args.num_embeddings, "classes": args.num_classes}
+    for (upper, lower), words in picture.in_each_language(path, WORDS, runs, panels=2, height=5.5,
+                                                          **values):
+        losses, accuracies = ([[epoch[key] for epoch in run["epochs"]] for run in runs]
+                              for key in ("loss", "accuracy"))
+        numbers = range(1, 1 + len(losses[0]))
+        picture.line(upper, numbers, losses, ".-", color="C0", label=words["loss"])
+        upper.set_ylim(bottom=0)
+        picture.line(lower, numbers, [[100 * share for share in run] for run in accuracies], ".-",
+                     color="C2", label=words["accuracy"])
+        lower.axhline(100 / args.num_classes, color="0.4", linestyle="--", label=words["chance"])
+        lower.set_ylim(0, 105)

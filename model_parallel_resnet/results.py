@@ -3,10 +3,21 @@
 import statistics
 import sys
 
-from common import report, timeline
+from common import picture, report, timeline
 
 TUTORIAL_S = {1: 16.45, 2: 12.33, 4: 10.16, 8: 9.08}  # 6_7, cell 18: three batches of 120, two GPUs
 STAGES = 2
+TIMELINE_TITLE = {"en": "A batch of {arch}, {name}", "ja": "{arch}の1バッチ、{name}"}
+WORDS = {
+    "en": {"title": "A pipeline of two stages: {arch}, batch {batch_size}, {pixels} pixels",
+           "x": "micro-batches m (num_split)", "y": "time of a batch / time with 1 split",
+           "ideal": "ideal: (m + 1) / 2m", "here": "here ({name})", "seconds": "%.2f s",
+           "tutorial": "the tutorial (two GPUs, start-up included)"},
+    "ja": {"title": "2段のパイプライン：{arch}、バッチサイズ{batch_size}、{pixels}ピクセル",
+           "x": "マイクロバッチの数m（num_split）", "y": "1バッチの時間 / 分割なしの時間",
+           "ideal": "理想：(m + 1) / 2m", "here": "測定値（{name}）", "seconds": "%.2f秒",
+           "tutorial": "チュートリアル（GPU 2個、起動時間を含む）"},
+}
 
 
 def finish(metrics, args, name, workers, backend):
@@ -31,12 +42,14 @@ def finish(metrics, args, name, workers, backend):
         "arch": args.arch, "batch_size": args.batch_size, "image_size": args.image_size,
         "rows": rows, **metrics}, backend)
     print("\n".join(table(rows)))
-    draw_num_split(rows, args, name)
+    plot([metrics], args, name)
     if args.timeline:
         last = {row["num_split"]: of_split[-1] for row, of_split in zip(rows, windows, strict=True)}
         shown = {f"num_split {n}: {last[n][1] - last[n][0]:.2f} s": last[n]
                  for n in (1, best_of(rows)["num_split"])}
-        timeline.save(spans, args.output_dir, f"A batch of {args.arch}, {name}", shown)
+        title = {language: text.format(arch=args.arch, name=name)
+                 for language, text in TIMELINE_TITLE.items()}
+        timeline.save(spans, args.output_dir, title, shown, report.machine(args))
     print(last_line(rows, metrics["losses"], args, name))
     return metrics
 
@@ -99,25 +112,33 @@ def last_line(rows, losses, args, name):
             "{idle_share:.0%}").format(args.arch, name, losses[0], losses[-1], **best_of(rows))
 
 
-def draw_num_split(rows, args, name):
-    """Draw `num_split.png`: times of a batch, here and in the tutorial, over those with 1 split."""
-    title = (f"A pipeline of two stages: {args.arch}, batch {args.batch_size}, "
-             f"{args.image_size} pixels")
-    path, ylabel = args.output_dir / "num_split.png", "time of a batch / time with 1 split"
-    with report.picture(path, title, "micro-batches (num_split)", ylabel) as axes:
+def plot(runs, args, name="RPC pipeline"):
+    """Draw `num_split.png`: times of a batch, here and in the tutorial, over those with 1 split.
+
+    Args:
+        runs: the metrics of one or several.
+        args: the parsed flags.
+        name: of the pipeline.
+    """
+    path, rows = args.output_dir / "num_split.png", runs[0]["rows"]
+    for axes, words in picture.in_each_language(
+            path, WORDS, runs, arch=args.arch, batch_size=args.batch_size, pixels=args.image_size,
+            name=name):
         splits = [row["num_split"] for row in rows]
-        axes.plot(splits, [1 / row["ideal"] for row in rows], ":", color="0.5",
-                  label="ideal: (m + 1) / 2m")
+        axes.plot(splits, [1 / row["ideal"] for row in rows], ":", color="0.4",
+                  label=words["ideal"])
         axes.plot(list(TUTORIAL_S), [seconds / TUTORIAL_S[1] for seconds in TUTORIAL_S.values()],
-                  "s--", color="C1", label="the tutorial (two GPUs, start-up included)")
-        axes.plot(splits, [1 / row["speedup"] for row in rows], "o-", color="C0",
-                  label=f"here ({name})")
-        for row in rows:
-            away = -14 if row["speedup"] > row["ideal"] else 7  # points, from the other lines
-            axes.annotate(f"{row['median_s']:.2f} s", (row["num_split"], 1 / row["speedup"]),
-                          xytext=(0, away), textcoords="offset points", ha="center", fontsize=8,
-                          color="C0")
+                  "s--", color=picture.GREY, label=words["tutorial"])
+        times = [[1 / row["speedup"] for row in run["rows"]] for run in runs]
+        picture.line(axes, splits, times, color="C0", label=words["here"])
         axes.set_xscale("log", base=2)
         ticks = sorted({*splits, *TUTORIAL_S})
         axes.set_xticks(ticks, labels=map(str, ticks))
-        axes.set_ylim(0, 1.3 * max(1 / row["speedup"] for row in rows) - 0.1)
+        axes.set_ylim(0, 1.15 * max(max(of_run) for of_run in times))
+        seconds, _ = picture.median_and_errors([[row["median_s"] for row in run["rows"]]
+                                                for run in runs])
+        for row, median, of_split in zip(rows, seconds, zip(*times, strict=True), strict=True):
+            # Away from the other lines.
+            end, points = (min, -15) if row["speedup"] > row["ideal"] else (max, 7)
+            axes.annotate(words["seconds"] % median, (row["num_split"], end(of_split)), (0, points),
+                          textcoords="offset points", ha="center", fontsize=9, color="C0")

@@ -3,9 +3,34 @@
 import statistics
 
 import torch
-from common import report
+from common import picture, report
 
 ROLE = "main"
+WORDS = {
+    "en": {"mp_vs_rn": "Model parallel", "mp_vs_rn_vs_pp": "Pipeline",
+           "split_size_tradeoff": "Split size",
+           "overlap": " on two devices: the halves can overlap",
+           "costs": " on one device: nothing can overlap, only costs show",
+           "batch": "ResNet50, {batch_size} images of {pixels}x{pixels}",
+           "x": "split size (samples in a micro-batch)", "y": "seconds (training steps: {steps})",
+           "single": "single device", "split": "model parallel\n{slower:+.0%} time (tutorial: +7%)",
+           "pipeline": "pipelined, split size {size}\n{faster:+.0%} speed (tutorial: +49%)",
+           "curve": "pipeline", "line": "single device",
+           "one": "Median of {repeats} repeats with their range",
+           "several": "Median of {repeats} repeats in {{n}} runs, with their range"},
+    "ja": {"mp_vs_rn": "モデル並列", "mp_vs_rn_vs_pp": "パイプライン",
+           "split_size_tradeoff": "分割サイズ",
+           "overlap": "（デバイス2個：前半と後半が重なりうる）",
+           "costs": "（デバイス1個：処理は重ならず、分割のコストだけが見える）",
+           "batch": "ResNet50、{pixels}×{pixels}の画像{batch_size}枚",
+           "x": "分割サイズ（マイクロバッチのサンプル数）", "y": "訓練{steps}ステップの秒数",
+           "single": "単一デバイス",
+           "split": "モデル並列\n時間{slower:+.0%}（チュートリアル：+7%）",
+           "pipeline": "パイプライン、分割サイズ{size}\n速度{faster:+.0%}（チュートリアル：+49%）",
+           "curve": "パイプライン", "line": "単一デバイス",
+           "one": "{repeats}回の測定の中央値と範囲",
+           "several": "{{n}}回の実行での{repeats}回の測定の中央値と範囲"},
+}
 # What the tutorial measured on two GPUs: seconds, and the shares that it works out from them.
 TUTORIAL = {"single_s": 3.75, "model_parallel_s": 4.02, "split_size_20_s": 2.51,
             "split_size_12_s": 2.43, "model_parallel_slower": 0.07, "pipeline_faster": 0.49,
@@ -30,7 +55,6 @@ def finish(rows, toy_losses, left_out, wall_s, args):
     for line in table(rows):
         report.log(ROLE, line)
     numbers = compare_times(rows, args.split_size)
-    plot(rows, numbers, args)
     losses = rows[0]["losses"]
     names = [torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
              for device in args.devices]
@@ -43,6 +67,7 @@ def finish(rows, toy_losses, left_out, wall_s, args):
                "toy_loss_after": toy_losses[1], "loss_before": losses[0], "loss_after": losses[-1],
                "wall_s": wall_s}
     metrics = report.save_metrics(args, metrics, backend=None)  # no process group
+    plot([metrics], args)
     print(last_line(numbers, losses, args.devices))
     return metrics
 
@@ -112,46 +137,50 @@ def what_it_shows(devices):
             "what a pipeline wins on two GPUs")
 
 
-def plot(rows, numbers, args):
-    """Draw the tutorial's three pictures: mean and standard deviation over `--num_repeat`."""
-    single, model_parallel, *pipelines = rows
-    pipeline = next(row for row in pipelines if row["split_size"] == args.split_size)
-    overlap = can_overlap(args.devices)
-    shown = "the halves can overlap" if overlap else "nothing can overlap, only costs show"
-    title = (f"{{}} on {names_of(args.devices)}: {shown}\nResNet50, {args.batch_size} images of "
-             f"{args.image_size}x{args.image_size}; mean and deviation of {args.num_repeat}")
-    steps = f"{args.num_batches} training steps" if args.num_batches > 1 else "a training step"
-    seconds = f"seconds for {steps}"
+def plot(runs, args):
+    """Draw the tutorial's three pictures: medians and ranges of all repeats of one or several runs.
 
-    slower, faster = numbers["model_parallel_slower"], numbers["pipeline_faster"]
-    bars = [(single, "single device", ""),
-            (model_parallel, "model parallel", f"{slower:+.0%} time (tutorial: +7%)"),
-            (pipeline, f"pipelined, split size {args.split_size}",
-             f"{faster:+.0%} speed (tutorial: +49%)")]
-    for name, count, subject in (("mp_vs_rn", 2, "Model parallel"),
-                                 ("mp_vs_rn_vs_pp", 3, "Pipeline")):
+    Tutorial: means and standard deviations, which a single slow repeat decides.
+    """
+    ran = runs[0]
+    rows = [{**row, "times_s": sum((run["rows"][number]["times_s"] for run in runs), [])}
+            for number, row in enumerate(ran["rows"])]
+    add_averages(rows)
+    single, model_parallel, *pipelines = rows
+    pipeline = next(row for row in pipelines if row["split_size"] == ran["split_size"])
+    numbers = compare_times(rows, ran["split_size"])
+    values = {"batch_size": ran["batch_size"], "pixels": ran["image_size"],
+              "steps": ran["num_batches"], "size": ran["split_size"],
+              "repeats": len(single["times_s"]), "slower": numbers["model_parallel_slower"],
+              "faster": numbers["pipeline_faster"]}
+    for name, drawn in (("mp_vs_rn", [single, model_parallel]),
+                        ("mp_vs_rn_vs_pp", [single, model_parallel, pipeline])):
         path = args.output_dir / f"{name}.png"
-        with report.picture(path, title.format(subject), "", seconds) as axes:
-            means, deviations = ([row[key] for row, _, _ in bars[:count]]
-                                 for key in ("mean_s", "std_s"))
-            labels = [f"{label}\n{words}" for _, label, words in bars[:count]]
-            axes.bar(labels, means, yerr=deviations, width=0.6, color=["0.6", "C0", "C1"][:count],
-                     ecolor="C3", capsize=8)
-            medians = [row["median_s"] for row, _, _ in bars[:count]]
-            axes.plot(labels, medians, "kD", label="median (compared in percent)")
+        for axes, words in picture.in_each_language(path, words_of(name, ran), runs, **values):
+            labels = [words[label] for label in ("single", "split", "pipeline")][: len(drawn)]
+            medians, errors = picture.median_and_errors(of_repeats(drawn))
+            axes.bar(labels, medians, yerr=errors, width=0.6, capsize=8, ecolor="0.2",
+                     color=[picture.GREY, "C0", "C2"][: len(drawn)])
             axes.set_ylim(bottom=0)
             axes.grid(visible=False, axis="x")
-
     path = args.output_dir / "split_size_tradeoff.png"
-    with report.picture(path, title.format("Split size"),
-                        "split size (samples in a micro-batch)", seconds) as axes:
-        sizes, means, deviations = ([row[key] for row in pipelines]
-                                    for key in ("split_size", "mean_s", "std_s"))
-        axes.errorbar(sizes, means, deviations, fmt="o-", color="C1", ecolor="C3", capsize=4,
-                      label="pipeline, mean")
-        axes.plot(sizes, [row["median_s"] for row in pipelines], "kD", markersize=4, zorder=3,
-                  label="pipeline, median")
-        axes.axhline(single["median_s"], color="0.6", linestyle="--",
-                     label="single device, median")
+    for axes, words in picture.in_each_language(path, words_of("split_size_tradeoff", ran), runs,
+                                                **values):
+        sizes = [row["split_size"] for row in pipelines]
+        picture.line(axes, sizes, of_repeats(pipelines), color="C2", label=words["curve"])
+        axes.axhline(single["median_s"], color="0.4", linestyle="--", label=words["line"])
         axes.set_xticks(sizes)
         axes.set_ylim(bottom=0)
+
+
+def of_repeats(rows):
+    """Of each repeat, the seconds of each row."""
+    return list(zip(*(row["times_s"] for row in rows), strict=True))
+
+
+def words_of(name, ran):
+    """The texts of a picture, from the metrics of its run."""
+    overlap = "overlap" if can_overlap(ran["devices"]) else "costs"
+    return {language: {**texts, "title": f"{texts[name]}{texts[overlap]}\n{texts['batch']}",
+                       "x": texts["x"] if name == "split_size_tradeoff" else ""}
+            for language, texts in WORDS.items()}

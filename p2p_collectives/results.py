@@ -2,6 +2,16 @@
 
 from common import report
 
+COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter",
+               "all_to_all", "barrier", "new_group"]
+# What a timeline shows (common/tracing.py).
+SPANS = {
+    "torch.distributed:send": ["send"],
+    "torch.distributed:recv": ["recv"],
+    "torch.distributed:all_reduce": ["all_reduce"],
+    **{f"torch.distributed:{name}": ["collective"] for name in COLLECTIVES},
+}
+
 
 def finish(metrics, args):
     """Write metrics.json, print the tables and the last line; the whole metrics.
@@ -25,7 +35,8 @@ def finish(metrics, args):
     wrong = [operation["operation"] for operation in seen
              if any(row[1] != row[2] for row in operation["rows"])]
     everyone = f"WRONG: {', '.join(wrong)}" if wrong else "every rank holds what it should"
-    print(f"\n{len(seen)} operations on {args.world_size} ranks over {metrics['backend']}: {everyone}")
+    print(f"\n{len(seen)} operations on {args.world_size} ranks over {metrics['backend']}: "
+          f"{everyone}")
     if wrong:
         raise SystemExit(1)
     return metrics

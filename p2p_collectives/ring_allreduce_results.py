@@ -1,11 +1,37 @@
-"""What `ring_allreduce.py` makes of its times: bandwidths, the alpha-beta model, tables, a picture."""
+"""What `ring_allreduce.py` makes of its times: bandwidths, alpha-beta model, tables, pictures."""
 
 import statistics
 
 import torch
-from common import report
+from common import picture, report
 
 OTHER_WORLDS = (8, 64, 1024)  # for which the model is printed
+DRAWN_WORLDS = (8, 32, 128, 1024)
+DRAWN_SIZES = [2**power for power in range(12, 31, 3)]  # 4 KiB to 1 GiB
+FITTED = {
+    "en": "Not measured: T = 2(N-1)(alpha + S/(N beta)), alpha {alpha:.0f} µs, "
+          "beta {beta:.2f} GB/s, fitted to {ranks} ranks",
+    "ja": "測定値ではない：T = 2(N-1)(alpha + S/(N beta))、alpha {alpha:.0f} µs、"
+          "beta {beta:.2f} GB/s、{ranks}ランクの測定値に当てはめた",
+}
+WORDS = {
+    "measured": {
+        "en": {"title": "All-reduce of {dtype} on {ranks} ranks", "x": "message size",
+               "y": "bus bandwidth (GB/s)", "model": "model of RingAllReduce",
+               "one": "One run, medians of {repeats} rounds"},
+        "ja": {"title": "{ranks}ランクのall-reduce（{dtype}）", "x": "メッセージのサイズ",
+               "y": "バス帯域（GB/s）", "model": "RingAllReduceのモデル",
+               "one": "1回の測定（{repeats}回の中央値）"},
+    },
+    "model": {
+        "en": {"title": "The ring on more ranks, as the alpha-beta model predicts it",
+               "x": "message size", "y": "bus bandwidth (GB/s)", "line": "%d ranks",
+               "one": FITTED["en"], "several": FITTED["en"]},
+        "ja": {"title": "ランクを増やしたリングの予測（alpha-betaモデル）",
+               "x": "メッセージのサイズ", "y": "バス帯域（GB/s）", "line": "%dランク",
+               "one": FITTED["ja"], "several": FITTED["ja"]},
+    },
+}
 
 
 def require_sum(name, tensor, world_size):
@@ -70,21 +96,22 @@ def fit_model(world_size, points):
 
 def size_text(n_bytes):
     """64 MiB, 16 KiB, 100 B."""
-    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
-        if n_bytes >= scale:
-            return f"{n_bytes / scale:.4g} {unit}"
+    for unit, bytes_of in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= bytes_of:
+            return f"{n_bytes / bytes_of:.4g} {unit}"
     return f"{n_bytes} B"
 
 
 def finish(metrics, args):
-    """Fit the model, draw, write metrics.json, print tables and the last line; the whole metrics."""
+    """Fit the model, draw, write metrics.json, print tables and last line; the whole metrics."""
     if args.world_size > 1:
         points = [(row["bytes"], row["median_s"]) for row in metrics["rows"]
                   if row["algorithm"] == "RingAllReduce"]
         if model := fit_model(args.world_size, points):
             metrics |= {"alpha_s": model[0], "beta_GBps": model[1] / 1e9}
-        plot(metrics, args)
     metrics = report.save_metrics(args, metrics, backend="gloo", device="cpu")
+    if args.world_size > 1:
+        plot([metrics], args)
     show(metrics, args)
     largest = {row["algorithm"]: row for row in metrics["rows"] if row["bytes"] == max(args.sizes)}
     ours, naive = largest["RingAllReduce"], largest["ring_naive"]
@@ -95,28 +122,54 @@ def finish(metrics, args):
     return metrics
 
 
-def plot(metrics, args):
-    """Draw `bandwidth.png`: what was measured as points, the model as lines without any."""
-    sizes = sorted(args.sizes)
-    title = f"All-reduce of {args.dtype} on {args.world_size} ranks, measured; the ring on others, modelled"
-    path = args.output_dir / "bandwidth.png"
-    with report.picture(path, title, "message size", "bus bandwidth (GB/s)") as axes:
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        for index, name in enumerate(dict.fromkeys(row["algorithm"] for row in metrics["rows"])):
-            points = sorted((row["bytes"], row["bus_GBps"]) for row in metrics["rows"] if row["algorithm"] == name)
-            axes.plot(*zip(*points, strict=True), "o-", color=f"C{index}", markersize=5, label=name)
-        curve = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / 50) for i in range(51)]
-        for world in (args.world_size, *OTHER_WORLDS) if "alpha_s" in metrics else ():
-            alpha, beta = metrics["alpha_s"], 1e9 * metrics["beta_GBps"]
-            seconds = [model_seconds(world, n_bytes, alpha, beta) for n_bytes in curve]
-            speeds = [bus_bandwidth(world, n_bytes, s) / 1e9 for n_bytes, s in zip(curve, seconds, strict=True)]
-            style, color, label = ("--", "0.3", "model") if world == args.world_size else (":", "0.6", None)
-            axes.plot(curve, speeds, style, color=color, label=label)
-            if world != args.world_size:
-                axes.annotate(f"model, {world} ranks", (curve[4], speeds[4]), (4, -9), textcoords="offset points",
-                              color="0.4", fontsize=8)
-        axes.set_xticks(sizes, [size_text(n_bytes) for n_bytes in sizes])
+def plot(runs, args):
+    """Draw what one or several runs have measured, `bandwidth.png`; and the model, `model.png`."""
+    path, rows = args.output_dir / "bandwidth.png", runs[0]["rows"]
+    sizes, ranks = sorted(set(args.sizes)), runs[0]["world_size"]
+    values = {"dtype": args.dtype, "ranks": ranks, "repeats": args.repeats}
+    models = [(run["alpha_s"], 1e9 * run["beta_GBps"]) for run in runs if "alpha_s" in run]
+    for axes, texts in picture.in_each_language(path, WORDS["measured"], runs, **values):
+        for index, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
+            speeds = [[next(row["bus_GBps"] for row in run["rows"]
+                            if (row["bytes"], row["algorithm"]) == (n_bytes, name))
+                       for n_bytes in sizes] for run in runs]
+            picture.line(axes, sizes, speeds, color=f"C{index}", markersize=5, label=name)
+        if models:
+            plot_model(axes, sizes, ranks, models, color="0.3", linestyle="--",
+                       label=texts["model"])
+        scale(axes, sizes)
+    if models:
+        path = args.output_dir / "model.png"
+        alpha, beta = (statistics.median(numbers) for numbers in zip(*models, strict=True))
+        values |= {"alpha": 1e6 * alpha, "beta": beta / 1e9}
+        for axes, texts in picture.in_each_language(path, WORDS["model"], runs, **values):
+            for index, world in enumerate(DRAWN_WORLDS):
+                plot_model(axes, DRAWN_SIZES, world, models, color=f"C{index}",
+                           label=texts["line"] % world)
+            scale(axes, DRAWN_SIZES)
+
+
+def plot_model(axes, sizes, world_size, models, **look):
+    """Draw the bandwidths that the median of the models has between the smallest and largest size.
+
+    Args:
+        axes, sizes, world_size: where, from which to which size, and of how many ranks.
+        models: (alpha, beta) of each run.
+        look: of the line.
+    """
+    alpha, beta = (statistics.median(numbers) for numbers in zip(*models, strict=True))
+    curve = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / 50) for i in range(51)]
+    axes.plot(curve, [bus_bandwidth(world_size, n_bytes, model_seconds(
+        world_size, n_bytes, alpha, beta)) / 1e9 for n_bytes in curve], **look)
+
+
+def scale(axes, sizes):
+    """Both axes by powers; the sizes in words."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xticks(sizes, [size_text(n_bytes) for n_bytes in sizes], fontsize=9)
+    axes.minorticks_off()
 
 
 def show(metrics, args):
@@ -127,12 +180,14 @@ def show(metrics, args):
               f"{row['bus_GBps']:12.3f}{row['vs_all_reduce']:18.2f}")
     if "alpha_s" in metrics:
         alpha, beta = metrics["alpha_s"], metrics["beta_GBps"] * 1e9
-        print(f"\nT = 2(N-1)(alpha + S/(N*beta)) fitted to RingAllReduce: alpha {1e6 * alpha:.0f} us a message, "
-              f"beta {beta / 1e9:.2f} GB/s\n{'model, not measured':20}"
+        print("\nT = 2(N-1)(alpha + S/(N*beta)) fitted to RingAllReduce: "
+              f"alpha {1e6 * alpha:.0f} us a message, beta {beta / 1e9:.2f} GB/s\n"
+              f"{'model, not measured':20}"
               + "".join(f"{f'{world} ranks':>16}" for world in OTHER_WORLDS))
         for n_bytes in args.sizes:
             seconds = [model_seconds(world, n_bytes, alpha, beta) for world in OTHER_WORLDS]
             print(f"{size_text(n_bytes):20}" + "".join(f"{1e3 * s:13.1f} ms" for s in seconds))
     elif args.world_size > 1:
-        print("\nno model: it needs two --sizes, one of them large enough for its bytes to cost time")
+        print("\nno model: it needs two --sizes, one of them large enough for its bytes to cost "
+              "time")
     print()

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from common import report, timeline
 
 STEPS_DRAWN = 4  # with --timeline
+TIMELINE_TITLE = {"en": "The last steps of a training, --sync {sync}",
+                  "ja": "訓練の最後の数ステップ（--sync {sync}）"}
 
 
 def accuracy(net, images, labels):
@@ -22,7 +24,8 @@ def losses_of_ranks(loss, world_size, device):
     """The mean training loss of each rank in an epoch, on all ranks."""
     losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(world_size)]
     dist.all_gather(losses, torch.tensor(loss, dtype=torch.float64, device=device))
-    return {"loss": torch.stack(losses).mean().item(), "loss_per_rank": torch.stack(losses).tolist()}
+    losses = torch.stack(losses)
+    return {"loss": losses.mean().item(), "loss_per_rank": losses.tolist()}
 
 
 def require_equal_weights(net):
@@ -98,8 +101,9 @@ def plot_timeline(of_each_rank, args):
     spans = {role: spans for of_rank in of_each_rank for role, spans in of_rank.items()}
     steps = [span for span in spans["rank0"] if span["kind"] == "step"][-STEPS_DRAWN - 1 :]
     if len(steps) > 1:  # otherwise there was nothing left to train
-        timeline.save(spans, args.output_dir, f"The last steps of a training, {args.sync}",
-                      {"": (steps[0]["end"], steps[-1]["end"])})
+        title = {language: text.format(sync=args.sync) for language, text in TIMELINE_TITLE.items()}
+        timeline.save(spans, args.output_dir, title, {"": (steps[0]["end"], steps[-1]["end"])},
+                      report.machine(args))
 
 
 def finish(metrics, args):
@@ -110,6 +114,6 @@ def finish(metrics, args):
     metrics["samples_per_s"] = samples / train_s if samples else None
     metrics = report.save_metrics(args, metrics, metrics["backend"])
     speed = f"{metrics['samples_per_s']:.0f} samples/s" if samples else "nothing left to train"
-    print(f"{args.dataset}: test accuracy {metrics['test_accuracy']:.1%} after {args.epochs} epochs "
-          f"on {args.world_size} ranks, {args.sync}: {speed}, weights bitwise identical")
+    print(f"{args.dataset}: test accuracy {metrics['test_accuracy']:.1%} after {args.epochs} "
+          f"epochs on {args.world_size} ranks, {args.sync}: {speed}, weights bitwise identical")
     return metrics

@@ -4,9 +4,19 @@ import statistics
 import sys
 
 import torch
-from common import report, timeline
+from common import picture, report, timeline
 
-SPENT = ("compute", "transfer", "waiting")
+SPENT = {"compute": {"color": "C0"}, "transfer": {"color": "C5", "hatch": "////"},
+         "waiting": {"color": timeline.IDLE}}
+TIMELINE_TITLE = {"en": "{arch}: the last updates", "ja": "{arch}：最後の更新"}
+WORDS = {
+    "en": {"title": "{arch}, {trainers} trainers: what an update is spent on", "x": "update",
+           "y": "seconds, mean of the trainers", "compute": "compute", "transfer": "transfer",
+           "waiting": "waiting for the others"},
+    "ja": {"title": "{arch}、トレーナー{trainers}個：1回の更新にかかる時間の内訳", "x": "更新",
+           "y": "秒（トレーナーの平均）", "compute": "計算", "transfer": "転送",
+           "waiting": "ほかのトレーナーを待つ"},
+}
 
 
 def peak_memory():
@@ -56,7 +66,7 @@ def finish(measured, args):
     """Write metrics.json, draw, print the last line; the whole metrics."""
     metrics = {**summary(measured, args), "wall_s": measured["wall_s"]}
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
-    plot(metrics, args)
+    plot([metrics], args)
     spans = dict(measured["spans"])
     for trainer in measured["trainers"]:
         spans.update(trainer["spans"])
@@ -74,17 +84,24 @@ def finish(measured, args):
     return metrics
 
 
-def plot(metrics, args):
-    """Draw `batch_update.png`: what every update was spent on."""
-    title = f"{args.arch}, {args.world_size - 1} trainers: what an update is spent on"
-    with report.picture(args.output_dir / "batch_update.png", title, "update",
-                        "seconds, mean of the trainers") as axes:
-        updates = list(range(1, 1 + len(metrics["updates"])))
+def plot(runs, args):
+    """Draw `batch_update.png`: what every update was spent on, in one or several runs."""
+    path, values = args.output_dir / "batch_update.png", {
+        "arch": args.arch, "trainers": args.world_size - 1}
+    for axes, words in picture.in_each_language(path, WORDS, runs, **values):
+        updates = list(range(1, 1 + len(runs[0]["updates"])))
         bottom = torch.zeros(len(updates))
-        for what in SPENT:
-            axes.bar(updates, metrics[what], bottom=bottom, label=what)
-            bottom += torch.tensor(metrics[what])
+        for what, look in SPENT.items():
+            medians, _ = picture.median_and_errors([run[what] for run in runs])
+            axes.bar(updates, medians, bottom=bottom, label=words[what], edgecolor="white", **look)
+            bottom += torch.tensor(medians)
+        totals = [[sum(seconds) for seconds in zip(*(run[what] for what in SPENT), strict=True)]
+                  for run in runs]
+        medians, errors = picture.median_and_errors(totals)
+        if errors:
+            axes.errorbar(updates, medians, errors, fmt="none", ecolor="0.2", capsize=4)
         axes.set_xticks(updates)
+        axes.grid(visible=False, axis="x")
 
 
 def draw_timeline(spans, args):
@@ -92,7 +109,7 @@ def draw_timeline(spans, args):
     steps = [span["end"] for span in spans["parameter_server"] if span["kind"] == "step"]
     began = min(span["start"] for lane in spans.values() for span in lane)
     window = (steps[-3] if len(steps) > 2 else began, steps[-1])
-    title = f"{args.arch}: the last updates"
-    idle = timeline.save(spans, args.output_dir, title, {"": window})[""]
+    title = {language: text.format(arch=args.arch) for language, text in TIMELINE_TITLE.items()}
+    idle = timeline.save(spans, args.output_dir, title, {"": window}, report.machine(args))[""]
     report.log("parameter_server",
                "idle: " + ", ".join(f"{role} {share:.0%}" for role, share in idle.items()))

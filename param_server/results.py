@@ -1,7 +1,23 @@
 """What `main.py` reports: the metrics, the picture, the last line."""
 
 import torch
-from common import report
+from common import picture, report
+
+MEAN_OF = 10  # steps, in the picture
+WORDS = {
+    "en": {"title": "{trainers} trainers, one server ({consistency})", "x": "time (s)",
+           "y": "loss (nats), mean of {mean} steps", "trainer": "trainer"},
+    "ja": {"title": "トレーナー{trainers}個、パラメーターサーバー1個（{consistency}）",
+           "x": "時間（秒）", "y": "損失（ナット）、{mean}ステップの平均", "trainer": "トレーナー"},
+}
+# What a timeline shows (common/tracing.py): the server computes, the trainers wait for it.
+SPANS = {
+    "param_server.main:Net.forward": ["forward", "backward"],
+    "param_server.main:SGD.step": ["step"],
+    "param_server.main:TrainerNet.forward": ["remote call"],
+    "torch.distributed.autograd:backward": ["remote call"],
+    "torch.distributed.optim:DistributedOptimizer.step": ["remote call"],
+}
 
 
 def log_epoch(role, epoch, steps):
@@ -55,13 +71,19 @@ def finish(metrics, args):
 
 def plot(metrics, args):
     """Draw `loss.png`: the loss of each trainer over time."""
-    title = f"{args.world_size - 1} trainers, one server ({args.consistency})"
-    with report.picture(args.output_dir / "loss.png", title, "time (s)",
-                        "loss, mean of 10 steps") as axes:
+    for axes, words in picture.in_each_language(
+            args.output_dir / "loss.png", WORDS, [metrics], trainers=args.world_size - 1,
+            consistency=args.consistency, mean=MEAN_OF):
         zero = min(trainer["started"] for trainer in metrics["per_trainer"])
         for trainer in metrics["per_trainer"]:
-            losses = torch.tensor(sum(trainer["losses"], []))
-            times = torch.tensor(trainer["times"], dtype=torch.float64) - zero
-            smooth = losses.unfold(0, 10, 1).mean(dim=1) if len(losses) >= 10 else losses
-            axes.plot(times[-len(smooth):], smooth, linewidth=1.5,
-                      label=f"trainer{trainer['rank']}")
+            seconds = [time - zero for time in trainer["times"]]
+            losses = smooth(sum(trainer["losses"], []))
+            axes.plot(seconds[-len(losses):], losses, linewidth=1.5,
+                      label=words["trainer"] + str(trainer["rank"]))
+        axes.set_ylim(bottom=0)
+
+
+def smooth(losses):
+    """The means of `MEAN_OF` steps in a row; the losses themselves if there are fewer."""
+    losses = torch.tensor(losses)
+    return losses.unfold(0, MEAN_OF, 1).mean(dim=1) if len(losses) >= MEAN_OF else losses

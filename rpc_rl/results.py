@@ -3,12 +3,23 @@
 import time
 
 import gymnasium as gym
-from common import checkpoint, report, timeline
+from common import checkpoint, picture, report, timeline
 from common.cli import refuse
 from torch.distributed import rpc
 
 ENV_NAME = "CartPole-v1"
 PLAY_DRAWN_S = 0.02  # with --timeline: of an episode
+TIMELINE_TITLE = {"en": f"{ENV_NAME} over RPC: the end of an episode",
+                  "ja": f"RPCで訓練する{ENV_NAME}：エピソードの終わり"}
+WORDS = {
+    "en": {"title": "{env} over RPC: {observers} observers, one agent", "x": "episode",
+           "y": "reward (steps balanced)", "reward": "reward of the worst observer",
+           "running": "running reward", "solved": "solved above {threshold:g}"},
+    "ja": {"title": "RPCで訓練する{env}：オブザーバー{observers}個、エージェント1個",
+           "x": "エピソード", "y": "報酬（倒れるまでのステップ数）",
+           "reward": "最も低いオブザーバーの報酬", "running": "移動平均報酬",
+           "solved": "{threshold:g}を超えたら解決"},
+}
 
 
 class History:
@@ -105,20 +116,20 @@ def finish(metrics, args):
 def plot(metrics, args):
     """Draw `learning_curve.png`."""
     path = args.output_dir / "learning_curve.png"
-    title = f"{ENV_NAME} over RPC: {args.world_size - 1} observers, one agent"
-    with report.picture(path, title, "episode", "reward (steps balanced)") as axes:
+    for axes, words in picture.in_each_language(
+            path, WORDS, [metrics], env=ENV_NAME, observers=args.world_size - 1,
+            threshold=args.reward_threshold):
         episodes = range(1, metrics["episodes"] + 1)
         axes.plot(episodes, metrics["rewards"], ".", color="0.7", markersize=4,
-                  label="reward of the worst observer")
+                  label=words["reward"])
         axes.plot(episodes, metrics["running_rewards"], color="C0", linewidth=2,
-                  label="running reward")
-        axes.axhline(args.reward_threshold, color="C3", linestyle="--",
-                     label=f"solved above {args.reward_threshold:g}")
+                  label=words["running"])
+        axes.axhline(args.reward_threshold, color="C1", linestyle="--", label=words["solved"])
 
 
 def plot_timeline(spans, args):
     """Draw the end of the last episode, and what the agent then learns from it: `timeline.png`."""
     if spans["agent"]:  # otherwise there was nothing left to train
         last = spans["agent"][-1]  # of the agent's work: finish_episode
-        timeline.save(spans, args.output_dir, f"{ENV_NAME} over RPC: the end of an episode",
-                      {"": (last["start"] - PLAY_DRAWN_S, last["end"])})
+        timeline.save(spans, args.output_dir, TIMELINE_TITLE,
+                      {"": (last["start"] - PLAY_DRAWN_S, last["end"])}, report.machine(args))

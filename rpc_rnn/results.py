@@ -4,13 +4,35 @@ import math
 
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
-from common import report
+from common import picture, report
 from common.report import NotFiniteError
 from torch.distributed import rpc
 
 from rpc_rnn.several_trainers import mean_over_trainers
 
 LARGEST_LOSS = 700  # nats: e to the power of more is no float any more
+WORDS = {
+    "en": {"title": "A language model on {processes} processes: {corpus}",
+           "synthetic": "A language model on {processes} processes: a synthetic Markov language",
+           "x": "epoch", "y": "loss (nats per token)", "training": "training",
+           "validation": "validation", "without_memory": "best without memory",
+           "floor": "entropy of the source: the floor"},
+    "ja": {"title": "{processes}プロセスの言語モデル：{corpus}",
+           "synthetic": "{processes}プロセスの言語モデル：合成マルコフ言語",
+           "x": "エポック", "y": "損失（ナット/トークン）", "training": "訓練",
+           "validation": "検証", "without_memory": "記憶なしでの最良値",
+           "floor": "情報源のエントロピー（下限）"},
+}
+
+
+# What a timeline shows (common/tracing.py): the parts compute, the trainer waits for some of it.
+SPANS = {
+    "rpc_rnn.main:EmbeddingTable.forward": ["forward", "backward"],
+    "torch.nn:LSTM.forward": ["forward", "backward"],
+    "rpc_rnn.main:Decoder.forward": ["forward", "backward"],
+    "torch.distributed.autograd:backward": ["remote call"],
+    "torch.distributed.optim:DistributedOptimizer.step": ["remote call"],
+}
 
 
 def mean_loss(losses):
@@ -24,13 +46,15 @@ def mean_loss(losses):
 
 
 def count_round_trips(context_id, opt):
-    """How many RPCs a trainer's step makes, counted by what they have left in its context, before that ends."""
+    """The RPCs of a trainer's step, counted by what they leave in its context, before it ends."""
     context = dist_autograd._retrieve_context(context_id)  # torch has no public name for it
     sent, received = len(context._send_functions()), len(context._recv_functions())
-    forward, backward = received, sent + received  # every tensor that came or went with a graph sends its gradient back
+    # Every tensor that came or went with a graph sends its gradient back.
+    forward, backward = received, sent + received
     average = 2 if dist.is_initialized() and dist.get_rank() == 0 else 0
     step = sum(not optimizer.is_owner() for optimizer in opt.remote_optimizers)
-    release = len(set(context._known_worker_ids()) - {rpc.get_worker_info().id})  # of the context, at its end
+    # At its end, the context is released on all other workers that know it.
+    release = len(set(context._known_worker_ids()) - {rpc.get_worker_info().id})
     return forward + backward + average + step + release
 
 
@@ -55,35 +79,49 @@ def summary(epochs, initial_val_loss, language, steps, train_s, round_trips):
     """
     val_loss = epochs[-1]["val_loss"]
     if not val_loss < LARGEST_LOSS:
-        raise NotFiniteError(f"has a validation loss of {val_loss:.3g} after epoch {len(epochs)}: training has "
-                             "diverged; give a smaller --lr")
-    return {"epochs": epochs, "initial_val_loss": initial_val_loss, "entropy_floor": language.entropy_floor,
-            "floor_without_memory": language.floor_without_memory, "perplexity": math.exp(val_loss),
-            "steps_per_s": steps / train_s if train_s else None, "rpc_round_trips_per_step": round_trips}
+        raise NotFiniteError(f"has a validation loss of {val_loss:.3g} after epoch {len(epochs)}: "
+                             "training has diverged; give a smaller --lr")
+    return {"epochs": epochs, "initial_val_loss": initial_val_loss,
+            "entropy_floor": language.entropy_floor,
+            "floor_without_memory": language.floor_without_memory,
+            "perplexity": math.exp(val_loss),
+            "steps_per_s": steps / train_s if train_s else None,
+            "rpc_round_trips_per_step": round_trips}
 
 
 def finish(metrics, args):
     """Write metrics.json, draw `loss.png`, print the last line; the whole metrics."""
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
-    plot(metrics, args)
+    plot([metrics], args)
     if "sample" in metrics:
         print(f"\n{metrics['sample']}\n")
+    before, after = metrics["initial_val_loss"], metrics["epochs"][-1]["val_loss"]
     floor = "" if args.corpus else f" (the source's entropy is {metrics['entropy_floor']:.2f})"
-    speed = f"{metrics['steps_per_s']:.0f} steps/s" if metrics["steps_per_s"] else "nothing left to train"
-    print(f"loss {metrics['initial_val_loss']:.2f} -> {metrics['epochs'][-1]['val_loss']:.2f}{floor} | "
-          f"validation perplexity {metrics['perplexity']:.2f} | {speed}, "
-          f"{metrics['rpc_round_trips_per_step']} RPC round trips a step")
+    speed = (f"{metrics['steps_per_s']:.0f} steps/s" if metrics["steps_per_s"]
+             else "nothing left to train")
+    print(f"loss {before:.2f} -> {after:.2f}{floor} | "
+          f"validation perplexity {metrics['perplexity']:.2f} | "
+          f"{speed}, {metrics['rpc_round_trips_per_step']} RPC round trips a step")
     return metrics
 
 
-def plot(metrics, args):
-    """Draw `loss.png`."""
-    title = f"A language model on {args.world_size} processes: {args.corpus or 'a synthetic Markov language'}"
-    with report.picture(args.output_dir / "loss.png", title, "epoch", "loss (nats per token)") as axes:
-        epochs = range(1, len(metrics["epochs"]) + 1)
-        axes.plot(epochs, [epoch["loss"] for epoch in metrics["epochs"]], ".-", color="0.6", label="training")
-        val_losses = [metrics["initial_val_loss"], *(epoch["val_loss"] for epoch in metrics["epochs"])]
-        axes.plot([0, *epochs], val_losses, "o-", color="C0", label="validation")
-        if metrics["entropy_floor"] is not None:
-            axes.axhline(metrics["floor_without_memory"], color="C1", linestyle=":", label="best without memory")
-            axes.axhline(metrics["entropy_floor"], color="C3", linestyle="--", label="entropy of the source: the floor")
+def plot(runs, args):
+    """Draw `loss.png`, from the metrics of one or several runs."""
+    words = {language: {**texts, "title": texts["title" if args.corpus else "synthetic"]}
+             for language, texts in WORDS.items()}
+    floors = runs[0]
+    for axes, texts in picture.in_each_language(args.output_dir / "loss.png", words, runs,
+                                                processes=args.world_size, corpus=args.corpus):
+        epochs = range(1, len(floors["epochs"]) + 1)
+        losses, val_losses = ([[epoch[key] for epoch in run["epochs"]] for run in runs]
+                              for key in ("loss", "val_loss"))
+        val_losses = [[run["initial_val_loss"], *of_run]
+                      for run, of_run in zip(runs, val_losses, strict=True)]
+        picture.line(axes, epochs, losses, ".-", color=picture.GREY, label=texts["training"])
+        picture.line(axes, [0, *epochs], val_losses, "o-", color="C0", label=texts["validation"])
+        if floors["entropy_floor"] is not None:
+            axes.axhline(floors["floor_without_memory"], color="C4", linestyle=":",
+                         label=texts["without_memory"])
+            axes.axhline(floors["entropy_floor"], color="C1", linestyle="--",
+                         label=texts["floor"])
+        axes.xaxis.get_major_locator().set_params(integer=True)

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import struct
-from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -14,7 +13,11 @@ from torch import nn
 
 from model_parallel_resnet import single_machine
 from model_parallel_resnet import single_machine_results as results
-from model_parallel_resnet.single_machine import ModelParallelResNet50, PipelineParallelResNet50, ToyModel
+from model_parallel_resnet.single_machine import (
+    ModelParallelResNet50,
+    PipelineParallelResNet50,
+    ToyModel,
+)
 from model_parallel_resnet.single_machine_flags import settle
 from tests.helpers import bad, commands_in, run, script, torchrun
 
@@ -137,18 +140,17 @@ def test_the_tutorials_arithmetic():
 def test_each_bar_has_its_label(tmp_path, monkeypatch):
     """The pictures show the rows under their own names."""
     axes = MagicMock()
-    monkeypatch.setattr(results.report, "picture", lambda *_: nullcontext(axes))
-    args = SimpleNamespace(devices=CPU_TWICE, split_size=3, output_dir=tmp_path, batch_size=5, image_size=33,
-                           num_repeat=1, num_batches=1)
+    monkeypatch.setattr(results.picture, "in_each_language", lambda _, words, *__, **values: [
+        (axes, {name: text.format(**values) for name, text in words["en"].items()})])
+    ran = {"devices": CPU_TWICE, "split_size": 3, "batch_size": 5, "image_size": 33, "num_batches": 1}
     rows = [{"split_size": size, "times_s": [seconds]} for size, seconds in ((None, 1.0), (None, 2.0), (3, 4.0),
                                                                              (5, 8.0))]
-    results.add_averages(rows)
-    results.plot(rows, results.compare_times(rows, 3), args)
+    results.plot([{**ran, "rows": rows}], SimpleNamespace(output_dir=tmp_path))
     bars = [(label.splitlines()[0], height) for (labels, heights), _ in axes.bar.call_args_list
             for label, height in zip(labels, heights, strict=True)]
     alike = [("single device", 1.0), ("model parallel", 2.0)]
     assert bars == [*alike, *alike, ("pipelined, split size 3", 4.0)]
-    assert axes.errorbar.call_args.args[:2] == ([3, 5], [4.0, 8.0])
+    assert axes.plot.call_args.args[:2] == ([3, 5], [4.0, 8.0])
 
 
 # --- the command

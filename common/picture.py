@@ -1,0 +1,162 @@
+"""The one style of all pictures, in English and Japanese.
+
+    WORDS = {"en": {"title": "Loss of {n} trainers", "x": "epoch", "y": "loss (nats)",
+                    "mean": "their mean"},
+             "ja": {"title": "{n}個のトレーナーの損失", ...}}
+
+    for axes, words in picture.in_each_language(folder / "loss.png", WORDS, [metrics], n=2):
+        axes.plot(..., label=words["mean"])
+
+A run draws `loss.png`, in English. With `PICTURE_LANGUAGES=en,ja` in the environment it also draws
+`loss.ja.png`, in Japanese.
+"""
+
+import os
+import statistics
+
+from common.report import replacing
+
+# Of Okabe and Ito, https://jfly.uni-koeln.de/color/: colour-blind readers distinguish them.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+WIDTH = 8  # of a picture, in inches
+BELOW_THE_AXES = 0.58  # where the legend begins, below numbers and label: in inches
+MOST_BARS = 12  # of a line; the ranges of more points are an area
+GREY = "0.55"  # a single measurement, or what is only there to compare with
+STYLE = {"axes.axisbelow": True, "axes.grid": True, "axes.spines.right": False,
+         "axes.spines.top": False, "axes.titlelocation": "left", "axes.titlepad": 10,
+         "axes.titlesize": 12, "axes.titleweight": "bold", "figure.dpi": 120, "font.size": 10,
+         "grid.color": "0.9", "hatch.linewidth": 0.6, "legend.frameon": False,
+         "savefig.dpi": 120}
+CAPTIONS = {
+    "en": {"one": "One run", "several": "Median of {n} runs with their range",
+           "cores": "{n} CPU cores", "core": "1 CPU core", "then": ". ", "and": ", "},
+    "ja": {"one": "1回の測定", "several": "{n}回の測定の中央値と範囲",
+           "cores": "CPU {n}コア", "core": "CPU 1コア", "then": "。", "and": "、"},
+}
+
+
+def in_each_language(path, words, runs, panels=1, height=4.5, **values):
+    """Yield axes and words, once for each language that is asked for; save what was drawn there.
+
+    Args:
+        path: of the English PNG, written whole or not at all; `x.ja.png` is the Japanese one.
+        words: `{"en": {name: text}, "ja": ...}`. Of each text the `values` are filled in. `title`,
+            `x` and `y` (`y2`, ... of the panels below) are the picture's own, `y` with its unit.
+            `one` and `several` say in the caption, in the place of those in `CAPTIONS`, what one
+            run or several runs have measured.
+        runs: the metrics of the runs that are drawn, as `report.save_metrics` returns them, for the
+            caption: how many, and on which machine.
+        panels: how many axes below each other; with several, a list is yielded instead of axes.
+        height: in inches.
+    """
+    import matplotlib  # here: the workers need not pay for the import
+    from matplotlib.figure import Figure  # no pyplot, which would look for a display
+
+    for language in asked_for():
+        texts = {name: text.format(**values) for name, text in words[language].items()}
+        with matplotlib.rc_context({**STYLE, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)}):
+            if language == "ja":
+                _use_japanese_font(matplotlib)
+            figure = Figure(figsize=(WIDTH, height), layout="constrained")
+            axes = figure.subplots(panels, sharex=panels > 1, squeeze=False)[:, 0]
+            axes[0].set_title(texts["title"])
+            axes[-1].set_xlabel(texts["x"])
+            for number, panel in enumerate(axes, start=1):
+                panel.set_ylabel(texts["y" if number == 1 else f"y{number}"])
+            yield (axes if panels > 1 else axes[0]), texts
+            _add_legend(figure)
+            figure.supxlabel(caption(runs, {**CAPTIONS[language], **texts}), x=0.99, ha="right",
+                             fontsize=8, color="0.45")
+            there = path if language == "en" else path.with_suffix(f".{language}.png")
+            with replacing(there) as temporary:
+                figure.savefig(temporary, format="png")
+
+
+def asked_for():
+    """The languages of `PICTURE_LANGUAGES`; English if there is none that we know."""
+    wanted = os.environ.get("PICTURE_LANGUAGES", "").split(",")
+    return [language for language in CAPTIONS if language in wanted] or ["en"]
+
+
+def _use_japanese_font(matplotlib):
+    import matplotlib_fontja
+    from matplotlib.font_manager import fontManager
+
+    fontManager.addfont(matplotlib_fontja.get_font_ttf_path())
+    # It has one weight only, and not every sign.
+    matplotlib.rcParams.update({"font.family": [matplotlib_fontja.matplotlib_fontja.FONT_NAME,
+                                                "DejaVu Sans"], "axes.titleweight": "normal"})
+
+
+def caption(runs, words):
+    """How often was measured, and on what: "One run. 2 CPU cores, torch 2.13.0"."""
+    machine = runs[0]
+    how_often = words["one" if len(runs) == 1 else "several"].format(n=len(runs))
+    if machine is None:
+        return how_often
+    cores = words["core" if machine["cpu_count"] == 1 else "cores"].format(n=machine["cpu_count"])
+    parts = [cores, f"torch {machine['torch'].split('+')[0]}"]
+    if machine["device"] != "cpu":
+        parts.insert(0, machine["device"])
+    return how_often + words["then"] + words["and"].join(parts)
+
+
+def _add_legend(figure):
+    """One for all panels, below the lowest, where it hides no point."""
+    from matplotlib.transforms import ScaledTranslation
+
+    entries = {}  # one for each label, also where panels share it
+    for panel in figure.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    if entries:
+        widest = next(n for n in (5, 4, 3, 2, 1)
+                      if n == 1 or _legend_width(list(entries), n) < WIDTH - 0.8)
+        rows = -(-len(entries) // widest)
+        columns = -(-len(entries) // rows)  # no more than so many rows need
+        below = ScaledTranslation(0, -BELOW_THE_AXES, figure.dpi_scale_trans)
+        figure.axes[-1].legend(entries.values(), entries, loc="upper center", borderaxespad=0,
+                               ncols=columns, bbox_to_anchor=(0.5, 0),
+                               bbox_transform=figure.axes[-1].transAxes + below)
+
+
+def _legend_width(labels, columns):
+    """About how many inches wide a legend is; matplotlib fills it column by column."""
+    widths = [0.45 + sum(0.14 if ord(sign) > 0x2E80 else 0.075 for sign in label)
+              for label in labels]
+    rows = -(-len(labels) // columns)
+    return sum(0.2 + max(widths[start : start + rows]) for start in range(0, len(widths), rows))
+
+
+def line(axes, x, of_runs, fmt="o-", **look):
+    """Draw the median over the runs of each point, and its range where there are several runs.
+
+    Args:
+        axes: as yielded.
+        x: where the points are.
+        of_runs: of each run, a number for each point.
+        fmt, look: as in `axes.plot`, with a `color`.
+    """
+    medians, errors = median_and_errors(of_runs)
+    axes.plot(x, medians, fmt, **look)
+    if errors and len(x) > MOST_BARS:
+        lowest, highest = ([end(point) for point in zip(*of_runs, strict=True)]
+                           for end in (min, max))
+        axes.fill_between(x, lowest, highest, color=look["color"], alpha=0.2, linewidth=0)
+    elif errors:
+        axes.errorbar(x, medians, errors, fmt="none", capsize=3, ecolor=look["color"])
+
+
+def median_and_errors(of_runs):
+    """Of each point over all runs: the medians, and how far it is down and up to the extremes.
+
+    Returns:
+        (medians, (below, above)), as matplotlib takes them; (medians, None) of a single run.
+    """
+    points = list(zip(*of_runs, strict=True))
+    medians = [statistics.median(point) for point in points]
+    if len(of_runs) == 1:
+        return medians, None
+    below = [median - min(point) for median, point in zip(medians, points, strict=True)]
+    above = [max(point) - median for median, point in zip(medians, points, strict=True)]
+    return medians, (below, above)

@@ -1,0 +1,78 @@
+"""`python -m benchmarks`: what it keeps of its runs, and what it draws from them."""
+
+import json
+
+import pytest
+
+from benchmarks import __main__ as benchmarks
+from benchmarks import pictures
+
+MACHINE = {"cpu_count": 2, "device": "cpu", "torch": "2.13.0+cpu"}
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Commands that only write their number; `bench.fails` names the run that ends with an error."""
+    class Bench:
+        runs, fails, drawn = [], None, []
+        kept, results = tmp_path / "kept", tmp_path / "results"
+
+    def measure(name, folder, quick):
+        if len(Bench.runs) + 1 == Bench.fails:
+            Bench.fails = None
+            raise SystemExit("error")
+        Bench.runs.append((name, folder.name))
+        folder.mkdir(parents=True)
+        (folder / "metrics.json").write_text(json.dumps({**MACHINE, "wall_s": len(Bench.runs)}))
+        (folder / "timeline.png").write_text(f"{name} {folder.name}")
+
+    monkeypatch.setenv("PICTURE_LANGUAGES", "")  # so that it is put back
+    monkeypatch.setattr(benchmarks, "measure", measure)
+    monkeypatch.setattr(benchmarks, "KEPT", Bench.kept)
+    monkeypatch.setattr(benchmarks, "RESULTS", Bench.results)
+    monkeypatch.setattr(pictures, "draw", lambda name, command, runs, folder: Bench.drawn.append(
+        (name, command, [run["wall_s"] for run in runs], folder)))
+    Bench.runs, Bench.drawn = [], []
+    return Bench
+
+
+def test_an_interrupted_measurement_continues(bench):
+    bench.fails = 4
+    with pytest.raises(SystemExit):
+        benchmarks.main(["ring", "rpc_rl"])
+    benchmarks.main(["ring", "rpc_rl"])
+    assert bench.runs == [(name, str(number)) for number in (1, 2, 3) for name in ("ring", "rpc_rl")]
+    written = json.loads((bench.results / "ring.json").read_text())
+    assert written["median"]["wall_s"] == 3
+    assert written["range"]["wall_s"] == [1, 5]
+
+
+def test_pictures_are_of_all_runs_or_of_the_last(bench):
+    benchmarks.main(["ring", "rpc_rl"])
+    command = benchmarks.HEADLINES["ring"][0]
+    assert bench.drawn == [("ring", command, [1, 3, 5], bench.results / "ring")]
+    assert (bench.results / "rpc_rl" / "timeline.png").read_text() == "rpc_rl 3"
+    benchmarks.main(["ring", "--draw"])
+    assert len(bench.runs) == 6
+    assert bench.drawn == [("ring", command, [1, 3, 5], bench.results / "ring")] * 2
+
+
+def test_a_finished_measurement_begins_anew(bench):
+    benchmarks.main(["ring", "--rounds", "1"])
+    benchmarks.main(["ring", "--rounds", "1"])
+    assert len(bench.runs) == 2
+
+
+def test_quick_leaves_the_results_alone(bench):
+    benchmarks.main(["ring", "--quick"])
+    assert bench.runs == [("ring", "1")]
+    assert not bench.results.exists()
+    ((name, command, _, folder),) = bench.drawn
+    assert (name, folder) == ("ring", bench.kept / "quick" / "ring")
+    assert command == " ".join(benchmarks.HEADLINES["ring"][:2])
+
+
+def test_what_is_drawn_from_all_runs_can_be():
+    """Its program has a results module with `plot(runs, args)`."""
+    for name in pictures.FROM_ALL_RUNS:
+        assert next(iter(pictures.plot_of(benchmarks.HEADLINES[name][0]).__code__.co_varnames)) == "runs"
