@@ -40,7 +40,7 @@ def finish(metrics, args, name, workers, backend):
     spans, windows = metrics.pop("spans"), metrics.pop("windows")
     metrics = report.save_metrics(args, {
         "arch": args.arch, "batch_size": args.batch_size, "image_size": args.image_size,
-        "rows": rows, **metrics}, backend)
+        **metrics, "rows": rows}, backend)
     print("\n".join(table(rows)))
     plot([metrics], args, name)
     if args.timeline:
