@@ -24,7 +24,7 @@ from ddp_basic import main as lesson
 TOLERANCE = 1e-9
 WHY = "float64 sums in another order"
 LONGEST_DELAY_S = 0.2  # of the slow rank, in a check
-PAUSE_S = 0.3  # before the checkpoint is written or read: who does not wait, fails
+LATEST_S = 10.0  # that a rank delays its checkpoint for those who should wait for it
 
 
 def single_process(args):
@@ -71,11 +71,11 @@ class Recorder:
     """What one rank does in each step, by demo; PyTorch's hooks call it."""
 
     def __init__(self):
-        self.demo, self.steps, self.step, self.loads = None, {}, {}, []
+        self.demo, self.barriers, self.steps, self.step, self.loads = None, 0, {}, {}, []
 
     def begin(self, demo):
         """From now on, `demo` runs."""
-        self.demo, self.steps[demo] = demo, []
+        self.demo, self.barriers, self.steps[demo] = demo, 0, []
 
     def forward(self, module, inputs, output):
         """After the forward of any module."""
@@ -102,21 +102,35 @@ def record(rank, world_size, args):
     recorder, everyone = Recorder(), [None] * world_size
     path = args.private_path  # rank 0's is the one that counts
     args.private_path = path if rank == 0 else path.with_name(f"{path.name}.of_rank{rank}")
-    leave, save, load = dist.destroy_process_group, torch.save, torch.load
+    leave, barrier, save, load = dist.destroy_process_group, dist.barrier, torch.save, torch.load
 
     def gather_and_leave():
         dist.all_gather_object(everyone, recorder)
         recorder.left_behind = path.exists()
         leave()
 
-    def slow_save(state, file, **options):
-        time.sleep(PAUSE_S if isinstance(file, Path) else 0.0)  # tensors are pickled this way, too
+    def noted_barrier(*options, **more):
+        recorder.barriers += 1
+        key = f"{recorder.demo}: rank {rank} is at barrier {recorder.barriers}"
+        dist.distributed_c10d._get_default_store().set(key, "")
+        return barrier(*options, **more)
+
+    def is_at_barrier(other, number):
+        key = f"{recorder.demo}: rank {other} is at barrier {number}"
+        return dist.distributed_c10d._get_default_store().check([key])
+
+    def latest_save(state, file, **options):
+        """Who does not wait for the file finds none: the others come first."""
+        if isinstance(file, Path):  # tensors are pickled this way, too
+            wait_until(lambda: all(is_at_barrier(other, 1) for other in range(1, world_size)))
         save(state, file, **options)
 
-    def slow_load(file, **options):
+    def latest_load(file, **options):
+        """Where rank 0 does not wait for the others, it removes the file before they read it."""
         if not isinstance(file, Path):
             return load(file, **options)
-        time.sleep(PAUSE_S if rank > 0 else 0.0)
+        if rank > 0 and file.exists():
+            wait_until(lambda: is_at_barrier(0, 2) or not file.exists())
         recorder.loads.append([torch.device(options.get("map_location") or "meta") ==
                                device_for(args.device), options.get("weights_only")])
         return load(file, **options)
@@ -133,12 +147,21 @@ def record(rank, world_size, args):
     hooks = [register_module_forward_hook(recorder.forward),
              register_optimizer_step_post_hook(recorder.stepped)]
     with (mock.patch.object(dist, "destroy_process_group", gather_and_leave),
-          mock.patch.object(torch, "save", slow_save), mock.patch.object(torch, "load", slow_load),
+          mock.patch.object(dist, "barrier", noted_barrier),
+          mock.patch.object(torch, "save", latest_save),
+          mock.patch.object(torch, "load", latest_load),
           mock.patch.dict(lesson.DEMOS, {demo: recorded(demo) for demo in args.demos})):
         metrics = lesson.run_worker(rank, world_size, args)
     for hook in hooks:
         hook.remove()
     return compare(metrics, everyone, recorder, args) if rank == 0 else None
+
+
+def wait_until(condition):
+    """Wait for it, but not for longer than `LATEST_S`."""
+    deadline = time.monotonic() + LATEST_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def check(args):

@@ -26,6 +26,7 @@ from tests import sabotage
 from tests.helpers import ROOT, descendants, nothing_left, running, script, torchrun, workers
 
 TIMEOUT_S = 4.0
+PATIENT_S = 20.0  # of those who wait for a rank that will raise, or be killed: the machine is busy
 MANUAL_TIMEOUT_S = 10.0  # several commands that import torch at the same time come late
 
 
@@ -40,10 +41,10 @@ class Program(NamedTuple):
     def __str__(self):
         return self.lesson
 
-    def command(self, folder):
+    def command(self, folder, timeout_s=TIMEOUT_S):
         """The flags, `--output_dir` unless it is None."""
         where = [] if folder is None else ["--output_dir", str(folder)]
-        return [*self.flags.split(), "--timeout", str(TIMEOUT_S), *where]
+        return [*self.flags.split(), "--timeout", str(timeout_s), *where]
 
 
 PROGRAMS = [
@@ -89,6 +90,7 @@ class Run:
         self.program, self.roles, self.fault = program, program.roles.split(), fault
         self.rank, self.folder, self.processes = self.roles.index(role), folder / f"{fault}{role}", {}
         self.status, self.seconds = None, None  # from the fault to the end
+        self.timeout_s = TIMEOUT_S if fault == "SIGSTOP" else PATIENT_S
         self.raises = [self.rank, program.raises[role]] if fault == "exception" else None
         self.slowed = [what.removesuffix(":sleep") for what in program.raises.values()]
 
@@ -96,7 +98,7 @@ class Run:
         """Start it, let the fault happen, wait for its end."""
         _here.run = self
         try:
-            importlib.import_module(self.program.lesson).main(self.program.command(self.folder))
+            importlib.import_module(self.program.lesson).main(self.program.command(self.folder, self.timeout_s))
         except SystemExit as stop:
             ended, moment = time.monotonic(), self.folder / "moment"
             began = float(moment.read_text()) if moment.exists() else self.disturbed
@@ -195,6 +197,7 @@ def test_slow_role(lesson, role, function, words, clean, tmp_path, capfd):
     if lesson == "batch_rl.main":  # another observer, to be kept waiting
         program = program._replace(flags=f"{program.flags} --observers 2", roles=f"{program.roles} observer2")
     run = Run(program._replace(raises={role: f"{function}:sleep"}), tmp_path, "exception", role)
+    run.timeout_s = TIMEOUT_S
     run.disturb()
     err = capfd.readouterr().err
     assert run.status == 1
