@@ -171,14 +171,15 @@ def plot(runs, args):
     if args.mode == "train":
         plot_training(runs[0], args)
         return
+    observers = list(dict.fromkeys(row["observers"] for row in runs[0]["rows"]))
     path = args.output_dir / "batch_vs_single.png"
     for axes, words in picture.in_each_language(path, WORDS["compare"], runs, env=ENV_NAME,
                                                 environments=args.envs_per_observer):
         for mode, colour in ((SINGLE, "C1"), (BATCHED, "C0")):
             speeds = [[row["env_steps_per_s"] for row in run["rows"] if row["mode"] == mode]
                       for run in runs]
-            picture.line(axes, args.observers, speeds, color=colour, label=words[mode])
-        axes.set_xticks(args.observers)
+            picture.line(axes, observers, speeds, color=colour, label=words[mode])
+        axes.set_xticks(observers)
         axes.set_ylim(bottom=0)
 
 
