@@ -201,5 +201,5 @@ def _difference(run, oracle, tolerance, unit, scale_at_least):
 
 
 def _counted(number, unit):
-    plural = f"{unit}es" if unit.endswith(("s", "ch")) else f"{unit}s"
+    plural = f"{unit}es" if unit.endswith(("s", "batch")) else f"{unit}s"
     return f"{number} {unit if number == 1 else plural}"
