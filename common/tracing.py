@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import report, timeline
+from common import report, timeline, timeline_report
 from common.cli import refuse
 from torch.distributed import rpc
 
@@ -55,8 +55,8 @@ class Traced:
         if rank == 0 and any(gathered.values()):
             spans = {role: gathered[role] for role in roles}
             title = f"{self.program.replace('.', '/')}.py, {world_size} processes"
-            timeline.save(spans, args.output_dir, title, shown_first(spans),
-                          report.machine(args))
+            timeline_report.save(spans, args.output_dir, title, shown_first(spans),
+                                 report.machine(args))
         return metrics
 
 

@@ -3,7 +3,7 @@
 import statistics
 
 import torch
-from common import picture, report, timeline
+from common import picture, report, timeline_report
 
 DRAWN_STEPS = 5
 WORDS = {
@@ -120,7 +120,7 @@ def plot_skew(metrics, args):
                 (waiting, "backward with all_reduce"),
             ):
                 starts, lengths = zip(*bars[:DRAWN_STEPS], strict=True)
-                axes.barh(rank, lengths, left=starts, height=0.7, **timeline.bar(kind),
+                axes.barh(rank, lengths, left=starts, height=0.7, **timeline_report.bar(kind),
                           label=words[kind] if rank == 0 else None)
         axes.set_yticks(range(len(spans)))
         axes.invert_yaxis()

@@ -3,7 +3,7 @@
 import statistics
 import sys
 
-from common import picture, report, timeline
+from common import picture, report, timeline, timeline_report
 
 TUTORIAL_S = {1: 16.45, 2: 12.33, 4: 10.16, 8: 9.08}  # 6_7, cell 18: three batches of 120, two GPUs
 STAGES = 2
@@ -49,7 +49,7 @@ def finish(metrics, args, name, workers, backend):
                  for n in (1, best_of(rows)["num_split"])}
         title = {language: text.format(arch=args.arch, name=name)
                  for language, text in TIMELINE_TITLE.items()}
-        timeline.save(spans, args.output_dir, title, shown, report.machine(args))
+        timeline_report.save(spans, args.output_dir, title, shown, report.machine(args))
     print(last_line(rows, metrics["losses"], args, name))
     return metrics
 

@@ -4,7 +4,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import report, timeline
+from common import report, timeline, timeline_report
 
 STEPS_DRAWN = 4  # with --timeline
 TIMELINE_TITLE = {"en": "The last steps of a training, --sync {sync}",
@@ -102,8 +102,8 @@ def plot_timeline(of_each_rank, args):
     steps = [span for span in spans["rank0"] if span["kind"] == "step"][-STEPS_DRAWN - 1 :]
     if len(steps) > 1:  # otherwise there was nothing left to train
         title = {language: text.format(sync=args.sync) for language, text in TIMELINE_TITLE.items()}
-        timeline.save(spans, args.output_dir, title, {"": (steps[0]["end"], steps[-1]["end"])},
-                      report.machine(args))
+        window = steps[0]["end"], steps[-1]["end"]
+        timeline_report.save(spans, args.output_dir, title, {"": window}, report.machine(args))
 
 
 def finish(metrics, args):

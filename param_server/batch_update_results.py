@@ -4,10 +4,10 @@ import statistics
 import sys
 
 import torch
-from common import picture, report, timeline
+from common import picture, report, timeline, timeline_report
 
 SPENT = {"compute": {"color": "C0"}, "transfer": {"color": "C5", "hatch": "////"},
-         "waiting": {"color": timeline.IDLE}}
+         "waiting": {"color": timeline_report.IDLE}}
 TIMELINE_TITLE = {"en": "{arch}: the last updates", "ja": "{arch}：最後の更新"}
 WORDS = {
     "en": {"title": "{arch}, {trainers} trainers: what an update is spent on", "x": "update",
@@ -110,6 +110,7 @@ def draw_timeline(spans, args):
     began = min(span["start"] for lane in spans.values() for span in lane)
     window = (steps[-3] if len(steps) > 2 else began, steps[-1])
     title = {language: text.format(arch=args.arch) for language, text in TIMELINE_TITLE.items()}
-    idle = timeline.save(spans, args.output_dir, title, {"": window}, report.machine(args))[""]
+    shares = timeline_report.save(spans, args.output_dir, title, {"": window},
+                                  report.machine(args))
     report.log("parameter_server",
-               "idle: " + ", ".join(f"{role} {share:.0%}" for role, share in idle.items()))
+               "idle: " + ", ".join(f"{role} {share:.0%}" for role, share in shares[""].items()))

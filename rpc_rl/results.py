@@ -3,7 +3,7 @@
 import time
 
 import gymnasium as gym
-from common import checkpoint, picture, report, timeline
+from common import checkpoint, picture, report, timeline, timeline_report
 from common.cli import refuse
 from torch.distributed import rpc
 
@@ -131,5 +131,6 @@ def plot_timeline(spans, args):
     """Draw the end of the last episode, and what the agent then learns from it: `timeline.png`."""
     if spans["agent"]:  # otherwise there was nothing left to train
         last = spans["agent"][-1]  # of the agent's work: finish_episode
-        timeline.save(spans, args.output_dir, TIMELINE_TITLE,
-                      {"": (last["start"] - PLAY_DRAWN_S, last["end"])}, report.machine(args))
+        window = last["start"] - PLAY_DRAWN_S, last["end"]
+        timeline_report.save(spans, args.output_dir, TIMELINE_TITLE, {"": window},
+                             report.machine(args))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import Popen as WarmPopen
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 100  # for one command; a test's own limit is in pyproject.toml
@@ -52,7 +52,7 @@ def commands_in(readme, start="python "):
 
 def run(command, folder, cold=False, **options):
     """Run a command to its end in `folder`; `cold`: with a Python that is started anew, not forked."""
-    start = subprocess.Popen if cold else WarmPopen
+    start = subprocess.Popen if cold else warm.Popen
     with start(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
             out, err = process.communicate(timeout=LIMIT_S)
@@ -69,7 +69,7 @@ def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subproce
     Its temporary files go to `folder/tmp`, so that a test can see whether any is left. For `cold` see `run`.
     """
     (folder / "tmp").mkdir(exist_ok=True)
-    process = (subprocess.Popen if cold else WarmPopen)(
+    process = (subprocess.Popen if cold else warm.Popen)(
         command, cwd=folder, stdout=stdout, stderr=stderr, text=True, start_new_session=True,
         env={**os.environ, "TMPDIR": str(folder / "tmp")},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it

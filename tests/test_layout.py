@@ -17,8 +17,10 @@ PROGRAMS = [
     "batch_rl/main.py", "ddp_rpc_hybrid/main.py",
 ]  # fmt: skip
 FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
-FILES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-COLUMNS, LINES = 100, 250  # of every file of a lesson's folder, but for these:
+FILES = sorted(str(path.relative_to(ROOT)) for folder in (*FOLDERS, "common", "benchmarks", "exercises")
+               for path in (ROOT / folder).rglob("*.py")
+               if not re.match(r"exercises/\d\d_", str(path.relative_to(ROOT))))  # a learner's own
+COLUMNS, LINES = 100, 250  # of every file but the tests, and these:
 LONGER = {"param_server/main.py": 280, "param_server/batch_update.py": 280,
           "model_parallel_resnet/single_machine.py": 280, "model_parallel_resnet/single_machine_check.py": 280}
 RPC = ["rpc_rl/main.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from common import timeline, tracing
+from common import timeline, timeline_report, tracing
 
 from p2p_collectives import train
 from rpc_rl import main as rpc_rl
@@ -91,7 +91,7 @@ def test_the_line_of_a_span():
 def test_the_cell_of_a_span():
     """That of its function, of the one a subclass has replaced, or of the first caller with one."""
     def cell(*where):
-        found = timeline.cell_of([[path, 1, function] for path, function in where])
+        found = timeline_report.cell_of([[path, 1, function] for path, function in where])
         return found and (found[0], found[1])
 
     assert cell(("rpc_rl/main.py", "Observer.run_episode")) == ("6_5", 11)
@@ -116,7 +116,7 @@ def test_the_colours():
 
 def test_picture_and_trace(tmp_path):
     of_roles = {"worker1": spans((0, 2), (1, 3), (4, 5)), "worker2": spans((2, 4), kind="backward")}
-    idle = timeline.save(of_roles, tmp_path, "two workers")
+    idle = timeline_report.save(of_roles, tmp_path, "two workers")
     assert idle == {"": {"worker1": pytest.approx(0.2), "worker2": pytest.approx(0.6)}}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
@@ -125,7 +125,7 @@ def test_picture_and_trace(tmp_path):
              for event in events if event["ph"] == "X"]  # microseconds; what overlaps has a row
     assert found == [("worker1", "forward", 0, 2e6, 0), ("worker1", "forward", 1e6, 2e6, 1),
                      ("worker1", "forward", 4e6, 1e6, 0), ("worker2", "backward", 2e6, 2e6, 0)]
-    idle = timeline.save(of_roles, tmp_path, "two workers", {"first": (0, 2), "second": (3, 5)})
+    idle = timeline_report.save(of_roles, tmp_path, "two workers", {"first": (0, 2), "second": (3, 5)})
     assert idle == {"first": {"worker1": 0, "worker2": 1},
                     "second": {"worker1": 0.5, "worker2": 0.5}}
 
@@ -239,7 +239,7 @@ def saved(tmp_path_factory):
     first = [made("env.step", 0.1 * i, 0.1 * i + 0.05, PLACE, observer=i) for i in range(8)]
     second = [made("forward", 0.2, 0.4, BEYOND), made("backward", 0.3, 0.6, PLACE),
               made("remote call", 0.6, 0.8, PLACE), made("</script>", 0.8, 0.9, [])]
-    timeline.save({"observer1": first, "agent": second, "observer2": []}, folder, TITLE,
+    timeline_report.save({"observer1": first, "agent": second, "observer2": []}, folder, TITLE,
                   {"the middle": (1e9 + 0.2, 1e9 + 0.5)})
     return folder
 

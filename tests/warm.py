@@ -66,6 +66,10 @@ class Popen(subprocess.Popen):
         return self.pid, int(word or -1)
 
 
+if sys.platform != "linux":  # the server needs /proc, sockets of messages and namespaces
+    Popen = subprocess.Popen
+
+
 @functools.cache
 def _address():
     """Start the server of this process, which ends with it."""
@@ -87,6 +91,7 @@ def serve(address):
     signal.set_wakeup_fd(wakeup.fileno())
     lives = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, selectors.DefaultSelector() as selector:
+        Path(address).unlink(missing_ok=True)  # of a killed server whose process id has come again
         listener.bind(address)
         listener.listen()
         for readable in (listener, ended, sys.stdin):
