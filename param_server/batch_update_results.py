@@ -4,7 +4,7 @@ import statistics
 import sys
 
 import torch
-from common import picture, report, timeline, timeline_report
+from common import picture, report, timeline_report
 
 SPENT = {"compute": {"color": "C0"}, "transfer": {"color": "C5", "hatch": "////"},
          "waiting": {"color": timeline_report.IDLE}}
