@@ -24,7 +24,7 @@ WORDS = {  # column titles and cells of the map
     "en": {"cell": "cell", "notebook": "notebook", "here": "here", "mended": "mended",
            "left_out": "left out: "},
     "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点",
-           "left_out": "省略: "},
+           "left_out": "省略："},
 }
 
 
@@ -63,23 +63,27 @@ def number(what, language):
 
 
 def map_of(walk, language, folder):
-    """The table of a part of a notebook: cell, heading or names, where they are here."""
+    """The table of a part of a notebook: cell, heading or definitions, where they are here."""
     words = WORDS[language]
     chapter = re.match(r"6_\d", walk)[0]
     edition = json.loads((ROOT / "docs/japanese_edition.json").read_text())
     notebook = next(book for book in edition["notebooks"] if book["chapter"] == chapter)
     link = f"{edition['source']}/blob/main/{notebook['file']}"
+    cells = {cell["cell"]: cell for cell in notebook["cells"]}
     lines = [f"[{chapter} {notebook['title']}]({link})", "",
              f"| {words['cell']} | {words['notebook']} | {words['here']} | {words['mended']} |",
              "|---|---|---|---|"]
     for row in json.loads((ROOT / "docs/walk" / f"{walk}.json").read_text()):
         if "heading" in row:
-            there = place(row["see"], folder)
+            there = place(in_language(row["see"], language), folder)
             lines.append(f"| {row['cell']} | **{row['heading']}** | {there} | |")
             continue
         outer = {name: there for name, there in row["names"].items() if "__init__" not in name}
         outer = outer or row["names"]
-        names = ", ".join(f"`{name}`" for name in outer)
+        cell = cells[row["cell"]]
+        theirs = [name for name in cell["defines"] if "__init__" not in name]
+        names = ", ".join(f"`{name}`" for name in theirs or [cell["first_line"]])
+        names = names.replace("|", r"\|")  # else it would end the cell of the table
         here = ", ".join(dict.fromkeys(place(there, folder) for there in outer.values() if there))
         suffix = "_ja" if language == "ja" else ""
         mended, left_out = (row.get(f"{key}{suffix}", row[key]) for key in ("mended", "left_out"))
@@ -87,6 +91,12 @@ def map_of(walk, language, folder):
         notes = ("。" if language == "ja" else "; ").join(notes)
         lines.append(f"| {row['cell']} | {names} | {here} | {notes} |")
     return "\n".join(lines)
+
+
+def in_language(see, language):
+    """The Japanese page in the place of an English one, for a Japanese reader, if there is one."""
+    japanese = see.replace(".md", ".ja.md")
+    return japanese if language == "ja" and (ROOT / japanese).exists() else see
 
 
 def place(there, folder):

@@ -8,6 +8,8 @@ import torch
 from common.worker_env import core_count
 from torch.distributed import rpc
 
+TRANSPORTS = ("shm", "ibv", "uv")  # of TensorPipe: shared memory, InfiniBand, TCP
+
 
 def rpc_options(args, num_worker_threads=16):
     """The options of `rpc.init_rpc`: where the workers meet, how long a call may take.
@@ -35,17 +37,22 @@ def group_options(args, device="cpu"):
 
 
 def _transports():
-    """TensorPipe's ways to send, or None for all.
+    """TensorPipe's ways to send, or None for all. `RPC_TRANSPORTS` in the environment decides.
 
-    Shared memory is the fastest, but a thread polls it all the time. Between polls it lets the
-    others of its session run. Processes that one command has started share a session. Under
+    Shared memory (shm) is the fastest, but a thread polls it all the time. Between polls it lets
+    the others of its session run. Processes that one command has started share a session. Under
     torchrun and in terminals of their own they do not, and where they outnumber the cores, polling
     would take the time of those that have work to do (Linux, sched_autogroup): ddp_rpc_hybrid
-    became two to four times as slow.
+    became two to four times as slow. There it is TCP alone (uv).
     """
+    if chosen := os.environ.get("RPC_TRANSPORTS"):
+        if unknown := set(chosen.split(",")) - set(TRANSPORTS):
+            raise ValueError(f"RPC_TRANSPORTS={chosen}: {unknown.pop()!r} is none of "
+                             f"{', '.join(TRANSPORTS)}")
+        return chosen.split(",")
     started_here = os.environ["INIT_METHOD"].startswith("file://")
     crowded = int(os.environ["LOCAL_WORLD_SIZE"]) > core_count()
-    return ["uv"] if crowded and not started_here else None  # uv: TCP
+    return ["uv"] if crowded and not started_here else None
 
 
 def wait_all(futures):

@@ -1,5 +1,6 @@
 """Fixtures that the tests of several folders share."""
 
+import os
 import re
 import socket
 
@@ -7,6 +8,9 @@ import pytest
 from common import workers
 
 workers.PRELOAD.append("tests.preload")  # once for all tests, not once in each worker
+# Several runs share the cores, and a process that polls its shared memory would take the time of all others.
+# What is started cold (tests/helpers.py) sends as it does for a user.
+os.environ.setdefault("RPC_TRANSPORTS", "uv")
 
 # Each worker takes a file at a time; the long ones must not come last.
 LONG = ("test_machines.py", "test_faults.py", "test_notebooks.py", "test_param_server.py", "test_batch_rl.py",

@@ -52,6 +52,8 @@ def commands_in(readme, start="python "):
 
 def run(command, folder, cold=False, **options):
     """Run a command to its end in `folder`; `cold`: with a Python that is started anew, not forked."""
+    if cold:
+        options["env"] = {**os.environ, "RPC_TRANSPORTS": "", **options.get("env", {})}
     start = subprocess.Popen if cold else warm.Popen
     with start(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import cli, watch
+from common import cli, session, watch
 from common.launch import launch
 from common.life import story_of
 from common.network import interface_towards, is_loopback
@@ -360,3 +360,20 @@ def test_wait_all_raises_at_once():
         future.set_result(index)
     assert wait_all(whole) == [0, 1, 2]
     assert wait_all([]) == []
+
+
+@pytest.mark.parametrize(("local_ranks", "init_method", "wish", "transports"), [
+    (2, "env://", None, None), (99, "file:///there", None, None), (99, "env://", None, ["uv"]),
+    (99, "env://", "shm,uv", ["shm", "uv"]), (2, "env://", "uv", ["uv"])])
+def test_how_rpc_sends(local_ranks, init_method, wish, transports, monkeypatch):
+    """All ways, but where polling would take the cores from others; the user's wish has the last word."""
+    monkeypatch.setenv("INIT_METHOD", init_method)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    monkeypatch.setenv("RPC_TRANSPORTS", wish or "")
+    assert session._transports() == transports
+
+
+def test_rpc_transports_unknown(monkeypatch):
+    monkeypatch.setenv("RPC_TRANSPORTS", "uv,pigeon")
+    with pytest.raises(ValueError, match="RPC_TRANSPORTS=uv,pigeon: 'pigeon' is none of shm, ibv, uv"):
+        session._transports()

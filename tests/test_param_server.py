@@ -179,7 +179,7 @@ def test_check_of_a_resumed_training(capfd, tmp_path):
 
 
 def record_with_lost_steps(rank, world_size, args):
-    """The run of `--check`, where every tenth step of an optimizer is lost."""
+    """The run of `--check`, where every fifth step of an optimizer is lost."""
     honest, calls = param_server.SGD.step, itertools.count(1)
 
     def step(self, closure=None):

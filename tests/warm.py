@@ -74,12 +74,24 @@ if sys.platform != "linux":  # the server needs /proc, sockets of messages and n
 def _address():
     """Start the server of this process, which ends with it."""
     address = f"/tmp/warm-{os.getpid()}"
+    atexit.register(start_server(address).stdin.close)
+    return address
+
+
+def start_server(address):
+    """A server at a path, with this process's environment. It ends when its stdin is closed."""
     environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # read while torch is imported; the launcher sets it later
     server = subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                               env=environ, start_new_session=True)
     assert server.stdout.read(1)
-    atexit.register(server.stdin.close)
-    return address
+    return server
+
+
+def as_python(address):
+    """The text of an executable that is `python`, but that a server forks it."""
+    return (f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
+            f"from tests import warm\nwarm._address = lambda: {address!r}\n"
+            "sys.exit(warm.Popen([sys.executable, *sys.argv[1:]]).wait())\n")
 
 
 def serve(address):
