@@ -76,7 +76,7 @@ HEADLINES = {  # name: (command, what makes it short, the keys that name the row
     "ring": ("p2p_collectives/ring_allreduce.py", "--sizes 65536 --repeats 2 --world_size 2",
              ("world_size", "bytes", "algorithm")),
     "ring_sizes": (
-        "p2p_collectives/ring_allreduce.py --sizes "
+        "p2p_collectives/ring_allreduce.py --repeats 3 --sizes "
         + " ".join(str(4**power) for power in range(6, 15)),  # 4 KiB to 256 MiB
         "--sizes 4096 65536 1048576 --repeats 2 --world_size 2",
         ("world_size", "bytes", "algorithm")),

@@ -72,6 +72,7 @@ class Peers:
         self.listener = sock if rank == 0 else None
         self.missing = set(range(1, world_size)) if rank == 0 else set()
         self.strangers, self.links, self.verdict = [], {}, None
+        self.sent_at, self.n_sent = -BEAT_S, 0  # when the last beat was sent; failures, with it
         if rank == 0:
             sock.setblocking(False)
         else:
@@ -86,7 +87,7 @@ class Peers:
         return bool(self.rank == 0 and (self.missing or self.links))
 
     def exchange(self, ready, age, failures):
-        """Send a beat and the own failures; the failures of other ranks.
+        """Send a beat and the own failures, if it is time; the failures of other ranks.
 
         Args:
             ready: those of `waitables` that have something to read.
@@ -96,8 +97,12 @@ class Peers:
         now = time.monotonic()
         self._admit(ready)
         found = self._read(ready)
-        for link in self.links.values():
-            link.send(beat=age, **({"failures": failures} if failures and self.rank != 0 else {}))
+        # Not whenever a message has come: two launchers would answer each other without a pause.
+        if now - self.sent_at > BEAT_S / 2 or len(failures) > self.n_sent:
+            self.sent_at, self.n_sent = now, len(failures)
+            mine = {"failures": failures} if failures and self.rank != 0 else {}
+            for link in self.links.values():
+                link.send(beat=age, **mine)
         if self.missing and now > self.join_by:
             late = f"has not joined within {self.join_s:g} s"
             found.append(failure(min(self.missing), late, SILENCE))

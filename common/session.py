@@ -43,7 +43,7 @@ def _transports():
     the others of its session run. Processes that one command has started share a session. Under
     torchrun and in terminals of their own they do not, and where they outnumber the cores, polling
     would take the time of those that have work to do (Linux, sched_autogroup): ddp_rpc_hybrid
-    became two to four times as slow. There it is TCP alone (uv).
+    became up to twice as slow. There it is TCP alone (uv).
     """
     if chosen := os.environ.get("RPC_TRANSPORTS"):
         if unknown := set(chosen.split(",")) - set(TRANSPORTS):

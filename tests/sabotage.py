@@ -1,9 +1,10 @@
 """What the workers of `test_faults.py` run: a lesson that never ends by itself, or in which one role raises.
 
-    python tests/sabotage.py LESSON RANK WHAT flags of the lesson ...
+    python tests/sabotage.py LESSON RANK WHAT SLOWED flags of the lesson ...
 
 runs the module LESSON for ever; in rank RANK, WHAT (`module:function`, or `-`) raises when it is called for the third
-time; `module:function:sleep` sleeps from then on. No pytest here: the workers need not import it.
+time; `module:function:sleep` sleeps from then on. Before each call of SLOWED, functions with commas between them, there
+is a pause. No pytest here: the workers need not import it.
 """
 
 import functools
@@ -67,14 +68,14 @@ def replace(what, wrapper):
     setattr(owner, last, staticmethod(wrapped) if isinstance(vars(owner).get(last), staticmethod) else wrapped)
 
 
-def main(name, rank, what, *flags):
+def main(name, rank, what, slowed, *flags):
     """Run the lesson `name` with `for_ever` in place of its `run_worker`."""
     lesson = importlib.import_module(name)
     launch = lesson.launch
 
     def launch_for_ever(run_worker, args, role_name):
         args.lesson, args.moment = name, args.output_dir / "moment"
-        args.raises, args.slowed = None if what == "-" else [int(rank), what], []
+        args.raises, args.slowed = None if what == "-" else [int(rank), what], slowed.split(",")
         return launch(for_ever, args, role_name)
 
     lesson.launch = launch_for_ever

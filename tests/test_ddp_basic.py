@@ -46,14 +46,15 @@ def ranks_of(process):
     """Process ids of the ranks under torchrun; none once it has ended."""
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        return sorted(int(pid) for pid in children if "ddp_basic" in Path(f"/proc/{pid}/cmdline").read_text())
+        return sorted(int(pid) for pid in children if "ddp_basic" in Path(f"/proc/{pid}/cmdline").read_text()
+                      or Path(f"/proc/{pid}/comm").read_text() == "run_as_main\n")  # it was forked: tests/warm.py
     return []
 
 
 @contextlib.contextmanager
-def running_torchrun(command, folder, until=None):
+def running_torchrun(command, folder, until=None, cold=False):
     """`running` for torchrun, whose ranks are sessions of their own; at the end nothing of it may be left."""
-    with running(command, folder, until, cold=True) as process:
+    with running(command, folder, until, cold=cold) as process:
         try:
             yield process
         finally:
@@ -102,7 +103,7 @@ def lesson(tmp_path_factory):
             listener.bind(("127.0.0.1", TUTORIALS_PORT))
             listener.listen()
         outputs = []
-        with running(script(MAIN), folder) as one, running_torchrun(torchrun(2, MAIN), folder) as two:
+        with running(script(MAIN), folder) as one, running_torchrun(torchrun(2, MAIN), folder, cold=True) as two:
             for process in (one, two):
                 outputs.append(end(process, within_s=SLOW_START_S))
                 assert process.returncode == 0, outputs[-1]

@@ -46,6 +46,14 @@ class Program(NamedTuple):
         where = [] if folder is None else ["--output_dir", str(folder)]
         return [*self.flags.split(), "--timeout", str(timeout_s), *where]
 
+    def slowed(self):
+        """What makes a pause before each call, so that a run that is to be disturbed leaves the cores to others."""
+        return [what.removesuffix(":sleep") for what in self.raises.values()]
+
+    def sabotaged(self, what):
+        """The arguments of tests/sabotage.py, with which `what` raises in rank 1."""
+        return [self.lesson, "1", what, ",".join(self.slowed())]
+
 
 PROGRAMS = [
     Program("rpc_rl.main", "--max_episodes 100000 --reward_threshold 499", "agent observer1 observer2",
@@ -92,7 +100,7 @@ class Run:
         self.status, self.seconds = None, None  # from the fault to the end
         self.timeout_s = TIMEOUT_S if fault == "SIGSTOP" else PATIENT_S
         self.raises = [self.rank, program.raises[role]] if fault == "exception" else None
-        self.slowed = [what.removesuffix(":sleep") for what in program.raises.values()]
+        self.slowed = program.slowed()
 
     def disturb(self):
         """Start it, let the fault happen, wait for its end."""
@@ -279,7 +287,7 @@ def alive(pid):
 
 def terminals(program, what, port, ranks):
     """The commands of a manual launch."""
-    return [[sys.executable, str(ROOT / "tests/sabotage.py"), program.lesson, "1", what, *program.command(None),
+    return [[sys.executable, str(ROOT / "tests/sabotage.py"), *program.sabotaged(what), *program.command(None),
              "--timeout", str(MANUAL_TIMEOUT_S), "--world_size", str(len(ranks)), "--rank", str(rank),
              "--master_addr", "localhost", "--master_port", str(port), "--output_dir", f"out{rank}"] for rank in ranks]
 
@@ -299,7 +307,7 @@ def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_po
     if way == "manual":
         commands = terminals(program, what, free_port, range(len(roles)))
     else:
-        flags = [program.lesson, "1", what, *program.command(None), "--timeout", MANUAL_TIMEOUT_S]
+        flags = [*program.sabotaged(what), *program.command(None), "--timeout", MANUAL_TIMEOUT_S]
         commands = [torchrun(len(roles), "tests/sabotage.py", *flags, "--output_dir", "out")]
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(running(command, tmp_path)) for command in commands]
@@ -344,7 +352,8 @@ def wait_for_worker(run, rank, way, folder):
 @pytest.mark.parametrize("fault", ["SIGINT", "SIGTERM twice", "SIGTERM and a frozen rank", "SIGKILL"])
 def test_fault_of_a_real_launcher(fault, tmp_path):
     """Ctrl-C goes to all processes of a terminal; `timeout` sends SIGTERM twice; a killed one cannot clean up."""
-    with running(script("rpc_rl/main.py"), tmp_path, until="episode 10 ", cold=True) as run:
+    cold = fault in ("SIGINT", "SIGKILL")
+    with running(script("rpc_rl/main.py"), tmp_path, until="episode 10 ", cold=cold) as run:
         if "frozen" in fault:
             os.kill(workers(run)[2], signal.SIGSTOP)
         for _ in range(2 if "twice" in fault else 1):
@@ -370,6 +379,7 @@ def test_interrupted_while_starting(children, method, tmp_path):
         while len(descendants(run.pid)) < children:
             assert run.poll() is None
             assert time.monotonic() < deadline
+            time.sleep(0.002)
         if children % 2:
             os.killpg(run.pid, signal.SIGINT)
         else:

@@ -1,6 +1,7 @@
 """The start of the processes, whatever the example."""
 
 import contextlib
+import json
 import math
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from common import cli, session, watch
 from common.launch import launch
 from common.life import story_of
 from common.network import interface_towards, is_loopback
+from common.peers import Peers
 from common.session import backend_for, group_options, wait_all
 from common.worker_env import cgroup_quota, core_count
 
@@ -377,3 +379,18 @@ def test_rpc_transports_unknown(monkeypatch):
     monkeypatch.setenv("RPC_TRANSPORTS", "uv,pigeon")
     with pytest.raises(ValueError, match="RPC_TRANSPORTS=uv,pigeon: 'pigeon' is none of shm, ibv, uv"):
         session._transports()
+
+
+def test_launchers_do_not_answer_every_message():
+    """Two of them would answer each other without a pause: a core for each run under torchrun (so it was)."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        peers = Peers(1, 2, "token", 10.0, ours)
+        for _ in range(100):
+            theirs.send(b'{"beat": 0.0}\n')
+            peers.exchange(peers.waitables(), 0.0, [])
+        peers.exchange(peers.waitables(), 0.0, [watch.failure(1, "raised ValueError")])  # this cannot wait
+        first, *_, last = theirs.recv(2**16).splitlines()
+        assert json.loads(first) == {"beat": 0.0}
+        assert json.loads(last)["failures"][0]["rank"] == 1
+        assert sum(b"beat" in line for line in (first, *_, last)) < 10

@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from multiprocessing import util
 from pathlib import Path
@@ -164,6 +165,7 @@ def run_as_main(argv, environ):
     """Execute a program as `python *argv` would."""
     os.environ.clear()
     os.environ.update(environ)
+    tempfile.tempdir = None  # torch has asked where it is; TMPDIR may be another one now
     sys.orig_argv = [sys.executable, *argv]
     unbuffered = argv[0] == "-u"
     argv = argv[unbuffered:]
@@ -178,7 +180,9 @@ def run_as_main(argv, environ):
     sys.path[:] = [*filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *paths]
     if argv[:2] == ["-m", "torch.distributed.run"]:
         del sys.modules[argv[1]]  # imported already; runpy would warn
-        waiting = [Waiting() for _ in range(int(argv[argv.index("--nproc_per_node") + 1]))]
+        given = dict(zip(argv, argv[1:], strict=False))
+        attempts = 1 + int(given.get("--max_restarts", 0))
+        waiting = [Waiting() for _ in range(attempts * int(given["--nproc_per_node"]))]
         subprocess_handler.Popen = functools.partial(_rank_of_torchrun, waiting)
     elif "TORCHELASTIC_RUN_ID" not in environ:
         util.spawnv_passfds = functools.partial(_fork_server, Waiting(), util.spawnv_passfds)
@@ -230,8 +234,14 @@ class Waiting:
             os.setsid()
         signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        _be_called(request["function"])  # no longer waiting
         globals()[request["function"]](*request["arguments"])
         sys.exit()
+
+
+def _be_called(name):
+    """What `ps` shows, and tests look for: at most 15 characters."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def _fork_server(waiting, spawnv_passfds, path, args, passfds):
@@ -245,7 +255,8 @@ def be_fork_server(code, environ):
     """What the fork server's interpreter would execute."""
     os.environ.clear()
     os.environ.update(environ)
-    ctypes.CDLL(None).prctl(PR_SET_NAME, b"forkserver")
+    _be_called("forkserver")
+    tempfile.tempdir = None
     sys.orig_argv = [sys.executable, "-c", code]
     exec(code, {})
 
