@@ -32,7 +32,7 @@ learn: .venv/ready
 	$(BIN)/python -m exercises
 
 learn-check: .venv/ready
-	$(BIN)/python -m pytest -m learn tests/test_exercises.py
+	$(BIN)/python -m pytest -m learn -n 3 --dist worksteal tests/test_exercises.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

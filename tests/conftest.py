@@ -13,8 +13,8 @@ workers.PRELOAD.append("tests.preload")  # once for all tests, not once in each 
 os.environ.setdefault("RPC_TRANSPORTS", "uv")
 
 # Each worker takes a file at a time; the long ones must not come last.
-LONG = ("test_machines.py", "test_faults.py", "test_notebooks.py", "test_param_server.py", "test_batch_rl.py",
-        "test_ddp_basic.py", "test_p2p_collectives.py")
+LONG = ("test_faults.py", "test_faults_of_commands.py", "test_machines.py", "test_notebooks.py", "test_param_server.py",
+        "test_mutants.py", "test_batch_rl.py", "test_p2p_collectives.py")
 
 QUICK = re.compile(r"test_bad_input|test_flags_exist|test_the_table|test_rpc_is|test_a_|"
                    r"test_the_(oracle|walk|lesson)")

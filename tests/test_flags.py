@@ -265,7 +265,7 @@ def test_any_input(name, stubbed):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_any_input_for_longer(name, stubbed):
-    any_input(name, stubbed, max_examples=200)
+    any_input(name, stubbed, max_examples=120)
 
 
 @pytest.mark.slow
@@ -315,7 +315,7 @@ def test_one_rank_of_torchrun_says_it(name, stubbed, torchrun):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_one_rank_of_torchrun_says_it_for_longer(name, stubbed, torchrun):
-    under_torchrun(name, stubbed, max_examples=60)
+    under_torchrun(name, stubbed, max_examples=40)
 
 
 @pytest.mark.parametrize(("name", "flags"), [
