@@ -126,6 +126,7 @@ def run_in(command, tree, patience, exercise, text="", limit_s=LIMIT_S, python_p
                "PYTHONDONTWRITEBYTECODE": "1"}
     loop_s = exercise.text.get("loop_s", LOOP_S) * patience
     began, why = time.monotonic(), ""
+    living, changed = set(), began  # who lives, and since when
     with open(tree / "output", "w+") as output, open(tree / "input", "w+") as given:
         given.write(text)
         given.seek(0)
@@ -134,7 +135,11 @@ def run_in(command, tree, patience, exercise, text="", limit_s=LIMIT_S, python_p
         try:
             while process.poll() is None and not why:
                 time.sleep(POLL_S)
-                why = _why_to_end(ranks_of(tree), patience, loop_s)
+                ranks = ranks_of(tree)
+                now_living = {rank["pid"] for rank in ranks if not rank["ended"]}
+                if now_living != living:
+                    living, changed = now_living, time.monotonic()
+                why = _why_to_end(ranks, patience, loop_s, time.monotonic() - changed)
                 if time.monotonic() - began > limit_s * patience:
                     why = why or "too_long"
             ranks = ranks_of(tree)
@@ -162,14 +167,16 @@ def ranks_of(tree):
     return ranks
 
 
-def _why_to_end(ranks, patience, loop_s):
+def _why_to_end(ranks, patience, loop_s, settled_s):
     living = [rank for rank in ranks if not rank["ended"]]
     own = [thread for rank in living for thread in rank["threads"] if thread["own"]]
     for thread in own:
         if thread["inside_s"] > loop_s and thread["computed_s"] > loop_s / 10:
             return "loops"
     threads = [thread for rank in living for thread in rank["threads"]]
+    # A server waits for its trainers all the time: when the last has just ended, it ends next.
     still = min((thread["still_s"] for thread in threads), default=0.0)
+    still = min(still, settled_s)
     return "waits" if still > STANDSTILL_S * patience else ""
 
 

@@ -18,8 +18,9 @@ def select_action_batch(agent_rref, ob_id, states):
     `self.lock`: 下の2つを書き換える間、保持するロック。
     `self.states`: このステップで届いた状態の辞書（キーは`ob_id`）。エピソードの初めは空です。
     `self.future_actions`: このステップの全員が共有する、未完了のfuture。値は全員の行動です。
-    `self.act(リスト)`: 状態のリスト（`ob_id`の順に並べる）から、行動のリスト（同じ順）と対数確率の
-        テンソルを返します。順伝搬は、1ステップにつきこの1回だけです。
+    `self.act(リスト)`: 全員の`states`を`ob_id`の順に並べたリスト（要素はK×4のリスト）から、全員の行動
+        （同じ順。要素はK個の行動のリスト）と対数確率のテンソルを返します。順伝搬は、1ステップに
+        つきこの1回だけです。
     `self.saved_log_probs`: ステップごとの対数確率を追加していくリスト。
 
     Called by an observer over RPC, returns a future: one forward answers when all states are there.
@@ -32,8 +33,9 @@ def select_action_batch(agent_rref, ob_id, states):
     `self.lock`: to be held while the next two are changed.
     `self.states`: those that have come in this step, by `ob_id`; an empty dict at the beginning.
     `self.future_actions`: the future of this step, shared by all, for the actions of all.
-    `self.act(a list)`: states, in the order of `ob_id`, to a list of actions in the same order, and
-        a tensor of their log-probabilities. This is the forward, once in each step.
+    `self.act(a list)`: the `states` of all (each K x 4), in the order of `ob_id`, to a list of the
+        actions of all (each a list of K) in the same order, and a tensor of their
+        log-probabilities. This is the forward, once in each step.
     `self.saved_log_probs`: a list, to which those of each step are appended.
     """
     self = agent_rref.local_value()
