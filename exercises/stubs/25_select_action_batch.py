@@ -18,9 +18,9 @@ def select_action_batch(agent_rref, ob_id, states):
     `self.lock`: 下の2つを書き換える間、保持するロック。
     `self.states`: このステップで届いた状態の辞書（キーは`ob_id`）。エピソードの初めは空です。
     `self.future_actions`: このステップの全員が共有する、未完了のfuture。値は全員の行動です。
-    `self.act(リスト)`: 全員の`states`を`ob_id`の順に並べたリスト（要素はK×4のリスト）から、全員の行動
-        （同じ順。要素はK個の行動のリスト）と対数確率のテンソルを返します。順伝搬は、1ステップに
-        つきこの1回だけです。
+    `self.act(リスト)`: 全員の`states`を`ob_id`の順に並べたリスト（要素はK×4のリスト）から、
+        全員の行動（同じ順。要素はK個の行動のリスト）と対数確率のテンソルを返します。順伝搬は、
+        1ステップにつきこの1回だけです。
     `self.saved_log_probs`: ステップごとの対数確率を追加していくリスト。
 
     Called by an observer over RPC, returns a future: one forward answers when all states are there.
