@@ -1,4 +1,4 @@
-# make demo    CartPole over RPC, trained until solved (about 75 s on 2 cores, after the installation)
+# make demo    CartPole over RPC, trained until solved (about a minute on 2 cores, after the installation)
 # make quick   the tests that one runs after each edit
 # make test    the whole test suite, on the CPU
 # make soak    kills, full disks and mixed runs, again and again; writes docs/reliability.md
@@ -6,7 +6,7 @@
 # make learn   the workbook: write a part of a lesson, and its oracle judges it (exercises/README.md)
 # make learn-check  do all exercises fail as shipped, and pass when they are solved?
 # make lint    ruff
-# make bench   the numbers of the pages, measured again (about an hour and a half)
+# make bench   the numbers of the pages, measured again (about an hour)
 # make docs-check  do the pages say what the code and docs/results/ say? Part of make test
 PYTHON ?= python3
 BIN := .venv/bin

@@ -2,7 +2,7 @@
 
 Every headline command runs several times, one round after the other.
 
-    python -m benchmarks                    all (`make bench`; about an hour and a half on 2 cores)
+    python -m benchmarks                    all (`make bench`; about an hour on 2 cores)
     python -m benchmarks rpc_rl batch_rl    some
     python -m benchmarks --quick            each once, with flags that make it short
     python -m benchmarks --draw             only the pictures again, from the last measurement
@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -170,6 +171,7 @@ def main(argv=None):
         refuse(f"NAME {unknown.pop()} must be one of {', '.join(HEADLINES)}", None)
     names = args.names or list(HEADLINES)
     os.environ["PICTURE_LANGUAGES"] = "en,ja"  # for the commands, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the command would run on
     kept, results = (KEPT / "quick", KEPT / "quick") if args.quick else (KEPT, RESULTS)
     rounds = range(1, 1 + (1 if args.quick else args.rounds))
     folders = {name: kept / "running" / name for name in names}

@@ -60,6 +60,9 @@ def main(argv=None):
     if args.command == "learn":
         watching.Session(desk, language, args.patience).run(exercise)
     elif args.command == "run":
+        file = desk.file(exercise)
+        if file.read_text() == exercise.stub.read_text():  # nothing is written yet
+            watching.introduce(exercise, file, language)
         return 0 if watching.judge(exercise, desk, language, args.patience) else 1
     elif args.command == "hint":
         watching.give_hint(exercise, desk, language)

@@ -235,6 +235,18 @@ def test_static_commands(tmp_path, capsys, monkeypatch):
         assert language_of_the_user() == language
 
 
+def test_static_run_introduces(tmp_path, capsys, monkeypatch):
+    """In Colab `run` is all that one sees: as long as nothing is written, it shows the task."""
+    monkeypatch.setattr("exercises.watching.judge", lambda *_: False)
+    command = ["run", "03", "--folder", str(tmp_path), "--lang", "ja"]
+    task = named("03").text["ja"]["task"].strip()
+    assert main(command) == 1
+    assert task in capsys.readouterr().out
+    (tmp_path / "03_average_gradients.py").write_text("def average_gradients(model, share):\n    pass\n")
+    assert main(command) == 1
+    assert capsys.readouterr().out == ""
+
+
 def test_static_packages():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "exercises" in project["tool"]["setuptools"]["packages"]
