@@ -125,8 +125,7 @@ def run_in(command, tree, patience, exercise, text="", limit_s=LIMIT_S, python_p
     environ = {**os.environ, "PYTHONPATH": str(python_path or tree), "TMPDIR": str(tree / "tmp"),
                "PYTHONDONTWRITEBYTECODE": "1"}
     loop_s = exercise.text.get("loop_s", LOOP_S) * patience
-    began, why = time.monotonic(), ""
-    living, changed = set(), began  # who lives, and since when
+    began, why, living = time.monotonic(), "", None
     with open(tree / "output", "w+") as output, open(tree / "input", "w+") as given:
         given.write(text)
         given.seek(0)
@@ -135,21 +134,19 @@ def run_in(command, tree, patience, exercise, text="", limit_s=LIMIT_S, python_p
         try:
             while process.poll() is None and not why:
                 time.sleep(POLL_S)
-                ranks = ranks_of(tree)
-                now_living = {rank["pid"] for rank in ranks if not rank["ended"]}
-                if now_living != living:
-                    living, changed = now_living, time.monotonic()
-                why = _why_to_end(ranks, patience, loop_s, time.monotonic() - changed)
-                if time.monotonic() - began > limit_s * patience:
-                    why = why or "too_long"
+                ranks, now = ranks_of(tree), time.monotonic()
+                before, living = living, [rank["pid"] for rank in ranks if not rank["ended"]]
+                changed = changed if living == before else now
+                why = _why_to_end(ranks, patience, loop_s, now - changed)
+                why = why or ("too_long" if now - began > limit_s * patience else "")
             ranks = ranks_of(tree)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what has lost its parent
             process.wait()
         output.seek(0)
-        status, seconds = None if why else process.returncode, time.monotonic() - began
-        return Ended(status, output.read(), why, ranks, seconds)
+        return Ended(None if why else process.returncode, output.read(), why, ranks,
+                     time.monotonic() - began)
 
 
 def ranks_of(tree):
@@ -159,24 +156,20 @@ def ranks_of(tree):
         with contextlib.suppress(OSError, ValueError):
             ranks.append(json.loads(path.read_text()))
     for rank in ranks:
-        try:
+        rank["ended"] = True
+        with contextlib.suppress(OSError):
             os.kill(rank["pid"], 0)
             rank["ended"] = False
-        except OSError:
-            rank["ended"] = True
     return ranks
 
 
 def _why_to_end(ranks, patience, loop_s, settled_s):
-    living = [rank for rank in ranks if not rank["ended"]]
-    own = [thread for rank in living for thread in rank["threads"] if thread["own"]]
-    for thread in own:
-        if thread["inside_s"] > loop_s and thread["computed_s"] > loop_s / 10:
-            return "loops"
-    threads = [thread for rank in living for thread in rank["threads"]]
+    threads = [thread for rank in ranks if not rank["ended"] for thread in rank["threads"]]
+    if any(thread["own"] and thread["inside_s"] > loop_s and thread["computed_s"] > loop_s / 10
+           for thread in threads):
+        return "loops"
     # A server waits for its trainers all the time: when the last has just ended, it ends next.
-    still = min((thread["still_s"] for thread in threads), default=0.0)
-    still = min(still, settled_s)
+    still = min((settled_s, *(thread["still_s"] for thread in threads))) if threads else 0.0
     return "waits" if still > STANDSTILL_S * patience else ""
 
 
