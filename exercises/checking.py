@@ -126,9 +126,8 @@ def run_in(command, tree, patience, exercise, text="", limit_s=LIMIT_S, python_p
                "PYTHONDONTWRITEBYTECODE": "1"}
     loop_s = exercise.text.get("loop_s", LOOP_S) * patience
     began, why, living = time.monotonic(), "", None
-    with open(tree / "output", "w+") as output, open(tree / "input", "w+") as given:
-        given.write(text)
-        given.seek(0)
+    (tree / "input").write_text(text)
+    with open(tree / "output", "w+") as output, open(tree / "input") as given:
         process = subprocess.Popen(list(map(str, command)), cwd=tree, env=environ, stdin=given,
                                    stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -136,7 +135,8 @@ def run_in(command, tree, patience, exercise, text="", limit_s=LIMIT_S, python_p
                 time.sleep(POLL_S)
                 ranks, now = ranks_of(tree), time.monotonic()
                 before, living = living, [rank["pid"] for rank in ranks if not rank["ended"]]
-                changed = changed if living == before else now
+                if living != before:
+                    changed = now
                 why = _why_to_end(ranks, patience, loop_s, now - changed)
                 why = why or ("too_long" if now - began > limit_s * patience else "")
             ranks = ranks_of(tree)
