@@ -43,7 +43,10 @@ class FastAgent(Agent):
         except RuntimeError as error:
             if "set timeout" not in str(error) or not batch:
                 raise
-            late = sorted(set(range(len(self.ob_rrefs))) - set(self.states))
-            names = ", ".join(OBSERVER_NAME.format(ob_id + 1) for ob_id in late)
+            names = ", ".join(OBSERVER_NAME.format(ob_id + 1) for ob_id in sorted(self.late()))
             waited = f"for {self.args.timeout:g} s"
             raise TimeoutError(f"timed out: no states from {names} {waited}") from None
+
+    def late(self):
+        """The observers for whose states a batch waits."""
+        return set(range(len(self.ob_rrefs))) - set(self.states)

@@ -34,8 +34,8 @@ from torch.distributed import rpc
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
-from batch_rl import until_solved
-from batch_rl.results import BATCHED, ENV_NAME, SINGLE, finish, with_observers
+from batch_rl import rungs, until_solved
+from batch_rl.results import BATCHED, ENV_NAME, SINGLE, env_steps, finish, with_observers
 
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
@@ -110,6 +110,8 @@ class Observer:
 class Agent:
     """Decides for all observers and learns from them; on rank 0."""
 
+    observer = Observer
+
     def __init__(self, world_size, args):
         self.args = args
         self.device = device_for(args.device)
@@ -119,7 +121,7 @@ class Agent:
         self.running_reward = 0.0
         self.seeds = torch.Generator().manual_seed(args.seed)  # of the environments
         self.agent_rref = rpc.RRef(self)
-        self.ob_rrefs = [rpc.remote(OBSERVER_NAME.format(ob_rank), Observer, args=(args,))
+        self.ob_rrefs = [rpc.remote(OBSERVER_NAME.format(ob_rank), self.observer, args=(args,))
                          for ob_rank in range(1, world_size)]
         self.lock = threading.Lock()
 
@@ -189,16 +191,16 @@ class Agent:
 
 
 def compare(agent, args):
-    """Time episodes of both modes, in turns, their training included; the seconds of each."""
-    seconds = {BATCHED: [], SINGLE: []}
+    """Time episodes of both modes, in turns, with their training: seconds and steps of each."""
+    timed = {BATCHED: [], SINGLE: []}
     for episode in range(1 + args.num_episode):
         for mode in (BATCHED, SINGLE):
             started = time.perf_counter()
             ep_reward = agent.run_episode(batch=mode == BATCHED)
             agent.finish_episode(mode == BATCHED, ep_reward)
             if episode > 0:  # the first one is the warm-up
-                seconds[mode].append(time.perf_counter() - started)
-    return {"seconds": seconds}
+                timed[mode].append((time.perf_counter() - started, env_steps(agent.returns)))
+    return {"timed": timed}
 
 
 def run_worker(rank, world_size, args):
@@ -207,9 +209,7 @@ def run_worker(rank, world_size, args):
                  rpc_backend_options=rpc_options(args, RPC_THREADS))
     metrics = None
     if rank == 0:
-        from batch_rl.fast_agent import FastAgent  # a subclass of this file's Agent
-
-        agent = (FastAgent if args.agent == "fast" else Agent)(world_size, args)
+        agent = rungs.agent_class(args)(world_size, args)  # Agent or a subclass of it
         metrics = until_solved.train(agent, args) if args.mode == "train" else compare(agent, args)
     rpc.shutdown()  # waits for everyone: until then, the observers answer the agent's calls
     return metrics
@@ -223,11 +223,11 @@ def build_parser():
     add("--observers", type=bounded(int, at_least=1, at_most=MOST_PROCESSES - 1), nargs="+",
         metavar="N", help="how many; several to compare (default: 1 2 5 10; to train, 5)")
     add("--envs_per_observer", type=count, default=1, metavar="K", help="all in one request")
-    add("--agent", choices=["plain", "fast"], default="fast", help="fast: no RRef in requests")
     add("--num_episode", type=count, default=2, metavar="N", help="to time, after a warm-up")
     add("--num_steps", type=count, default=500, metavar="N", help="of an environment's episode")
     add("--gamma", type=bounded(float, at_least=0, at_most=1), default=0.99, help="discount factor")
     add("--lr", type=bounded(float, above=0), default=0.01, help="learning rate of Adam")
+    rungs.add_flags(parser)
     until_solved.add_flags(parser)
     return parser
 

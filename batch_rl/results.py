@@ -6,6 +6,8 @@ import time
 from common import cli, picture, report
 from common.cli import refuse
 
+from batch_rl import rungs
+
 ENV_NAME = "CartPole-v1"
 BATCHED, SINGLE = "batched", "single"
 WORDS = {
@@ -37,7 +39,15 @@ SPANS = {
     "gymnasium.wrappers:TimeLimit.step": ["env.step"],
     "batch_rl.main:Agent.act": ["select_action"],
     "batch_rl.main:Agent.finish_episode": ["finish_episode"],
+    "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv.step": ["env.step"],
+    "batch_rl.vector_agent:Group.act": ["select_action"],
+    "batch_rl.vector_agent:VectorAgent.finish_episode": ["finish_episode"],
 }
+
+
+def env_steps(returns):
+    """How many steps of an episode have a return: all but those in which an environment resets."""
+    return int((~returns.isnan()).sum())
 
 
 class History:
@@ -45,7 +55,7 @@ class History:
 
     def __init__(self, agent, args):
         self.agent, self.args = agent, args
-        self.rewards, self.running_rewards = [], []
+        self.rewards, self.running_rewards, self.env_steps = [], [], 0
         self.started = time.perf_counter()
         self.bar = report.progress(args.max_episodes, "episode")
 
@@ -59,6 +69,7 @@ class History:
         running_reward = self.agent.running_reward
         self.rewards.append(ep_reward)
         self.running_rewards.append(running_reward)
+        self.env_steps += env_steps(self.agent.returns)
         self.bar.set_postfix_str(f"running reward {running_reward:.1f}", refresh=False)
         self.bar.update()
         if self.bar.disable and self.episodes % self.args.log_interval == 0:  # not a terminal
@@ -68,11 +79,9 @@ class History:
     def metrics(self):
         """Of the whole training, once it is over."""
         self.bar.close()
-        environments = self.args.envs_per_observer * len(self.agent.ob_rrefs)
-        env_steps = self.episodes * self.args.num_steps * environments
         return {"solved": self.agent.running_reward > self.args.reward_threshold,
-                "episodes": self.episodes, "env_steps": env_steps,
-                "env_steps_per_s": env_steps / (time.perf_counter() - self.started),
+                "episodes": self.episodes, "env_steps": self.env_steps,
+                "env_steps_per_s": self.env_steps / (time.perf_counter() - self.started),
                 "rewards": self.rewards, "running_rewards": self.running_rewards}
 
 
@@ -94,6 +103,7 @@ def with_observers(args):
     if args.mode == "train" and args.num_steps <= args.reward_threshold and not args.check:
         refuse(f"--num_steps {args.num_steps} must be above --reward_threshold "
                f"{args.reward_threshold:g}: otherwise no episode is long enough")
+    rungs.resolve(args)
     args.world_size = max(args.observers) + 1
     of_observer = args.envs_per_observer * (ENV_BYTES + args.num_steps * STEP_BYTES)
     observers_here = sum(rank > 0 for rank in cli.ranks_here(args))
@@ -112,10 +122,11 @@ def finish(runs, args):
     args.world_size = max(args.observers) + 1
     metrics = runs[args.observers[0]]
     if args.mode == "compare":
-        seconds = {observers: run["seconds"] for observers, run in runs.items()}
-        metrics = {**table_of(args, seconds), "wall_s": sum(run["wall_s"] for run in runs.values())}
-        print_table(args, metrics, seconds)
-    metrics = {"envs_per_observer": args.envs_per_observer, "agent": args.agent, **metrics}
+        timed = {observers: run["timed"] for observers, run in runs.items()}
+        metrics = {**table_of(args, timed), "wall_s": sum(run["wall_s"] for run in runs.values())}
+        print_table(args, metrics, timed)
+    metrics = {"envs_per_observer": args.envs_per_observer, "agent": args.agent,
+               "envs": args.envs, "double_buffering": args.double_buffering, **metrics}
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot([metrics], args)
     if args.mode == "train":
@@ -132,31 +143,33 @@ def finish(runs, args):
     return metrics
 
 
-def table_of(args, seconds):
+def table_of(args, timed):
     """Rows and speed-ups, `{"rows": [...], "speedup": {observers: ...}}`.
 
     Args:
         args: the parsed flags.
-        seconds: `{observers: {mode: of each episode}}`.
+        timed: `{observers: {mode: of each episode, seconds and environment steps}}`.
     """
     rows, speedup = [], {}
-    for observers, of_run in seconds.items():
-        env_steps = observers * args.envs_per_observer * args.num_steps  # of an episode
-        speeds = {mode: env_steps / statistics.median(of_run[mode]) for mode in (BATCHED, SINGLE)}
+    for observers, of_run in timed.items():
+        speeds = {mode: statistics.median(steps / seconds for seconds, steps in of_run[mode])
+                  for mode in (BATCHED, SINGLE)}
         rows += [{"observers": observers, "envs_per_observer": args.envs_per_observer,
                   "mode": mode, "env_steps_per_s": speed} for mode, speed in speeds.items()]
         speedup[observers] = speeds[BATCHED] / speeds[SINGLE]
     return {"rows": rows, "speedup": speedup}
 
 
-def print_table(args, metrics, seconds):
+def print_table(args, metrics, timed):
     """Print the tutorial's table, with speeds."""
     print(f"{args.num_episode} episodes of {args.num_steps} steps, environments of an observer: "
           f"{args.envs_per_observer}; start-up and a warm-up episode excluded")
     print("observers    batched     single      batched       single   speed-up")
     speeds = {(row["observers"], row["mode"]): row["env_steps_per_s"] for row in metrics["rows"]}
-    for observers, of_run in seconds.items():
-        print(f"{observers:9} {sum(of_run[BATCHED]):8.2f} s {sum(of_run[SINGLE]):8.2f} s "
+    for observers, of_run in timed.items():
+        batched, single = (sum(seconds for seconds, _ in of_run[mode])
+                           for mode in (BATCHED, SINGLE))
+        print(f"{observers:9} {batched:8.2f} s {single:8.2f} s "
               f"{speeds[observers, BATCHED]:8.0f} /s {speeds[observers, SINGLE]:9.0f} /s "
               f"{metrics['speedup'][observers]:10.2f}")
 

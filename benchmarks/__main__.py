@@ -30,65 +30,11 @@ from common.worker_env import core_count
 from tqdm import tqdm
 
 from benchmarks import pictures
+from benchmarks.headlines import HEADLINES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 KEPT = ROOT / "outputs" / "benchmarks"
-HEADLINES = {  # name: (command, what makes it short, the keys that name the rows of its tables)
-    "start": ("-m benchmarks.start --commands", "--ranks 2 --rounds 1", ()),
-    "rpc_rl": ("rpc_rl/main.py --world_size 3", "--max_episodes 2", ()),
-    "rpc_rl_agents": ("-m benchmarks.rpc_rl --world_size 3", "--rounds 2 --min_steps 1",
-                      ("agent",)),
-    "rpc_rnn": ("rpc_rnn/main.py", "--epochs 1", ()),
-    "rpc_rnn_protocols": ("-m benchmarks.rpc_rnn", "", ()),
-    "batch_rl": ("batch_rl/main.py", "--observers 1 --num_episode 1 --num_steps 20",
-                 ("observers", "mode")),
-    "batch_rl_16": ("batch_rl/main.py --observers 5 --envs_per_observer 16",
-                    "--num_episode 1 --num_steps 20", ("observers", "mode")),
-    "batch_rl_train": ("batch_rl/main.py --mode train --observers 2 --envs_per_observer 8",
-                       "--num_steps 50 --reward_threshold 10 --max_episodes 2", ()),
-    "param_server": ("param_server/main.py", "--epochs 1", ()),
-    "param_server_lock": ("param_server/main.py --consistency lock", "--epochs 1", ()),
-    "param_server_4": ("param_server/main.py --world_size 5", "--epochs 1", ()),
-    "param_server_4_lock": ("param_server/main.py --world_size 5 --consistency lock", "--epochs 1",
-                            ()),
-    "param_server_consistency": ("-m benchmarks.param_server", "", ()),
-    "batch_update": ("param_server/batch_update.py --timeline",
-                     "--arch resnet18 --image_size 32 --world_size 2 --num_updates 2", ()),
-    "batch_update_tensors": ("param_server/batch_update.py --send tensors",
-                             "--arch resnet18 --image_size 32 --world_size 2 --num_updates 2", ()),
-    "ddp_rpc_hybrid": ("ddp_rpc_hybrid/main.py", "--epochs 2", ()),
-    "ddp_rpc_hybrid_large": ("ddp_rpc_hybrid/main.py --num_embeddings 1000000 --epochs 20",
-                             "--epochs 2", ()),
-    "ddp_rpc_hybrid_sparse": (
-        "ddp_rpc_hybrid/main.py --sparse --num_embeddings 1000000 --epochs 20", "--epochs 2", ()),
-    "ddp_basic": ("ddp_basic/main.py --world_size 2", "--steps 2", ()),
-    "ddp_skew": ("ddp_basic/main.py --demo skew --slow_rank 1 --delay 0.5 --timeout 2", "", ()),
-    "ddp_skew_even": ("ddp_basic/main.py --demo skew --slow_rank 1 --delay 0 --timeout 2", "", ()),
-    "ddp_elastic": ("ddp_basic/elastic.py", "--epochs 1", ()),
-    "p2p_collectives": ("p2p_collectives/main.py --world_size 4", "--demo blocking", ()),
-    "p2p_train": ("p2p_collectives/train.py --world_size 2 --timeline", "--epochs 1", ()),
-    "p2p_train_per_parameter": (
-        "p2p_collectives/train.py --world_size 2 --sync per_parameter --timeline", "--epochs 1",
-        ()),
-    "p2p_train_ddp": ("p2p_collectives/train.py --world_size 2 --sync ddp --timeline",
-                      "--epochs 1", ()),
-    "p2p_init_methods": ("p2p_collectives/init_methods.py --world_size 3", "", ()),
-    "ring": ("p2p_collectives/ring_allreduce.py", "--sizes 65536 --repeats 2 --world_size 2",
-             ("world_size", "bytes", "algorithm")),
-    "ring_sizes": (
-        "p2p_collectives/ring_allreduce.py --repeats 3 --sizes "
-        + " ".join(str(4**power) for power in range(6, 15)),  # 4 KiB to 256 MiB
-        "--sizes 4096 65536 1048576 --repeats 2 --world_size 2",
-        ("world_size", "bytes", "algorithm")),
-    "single_machine": ("model_parallel_resnet/single_machine.py", "--batch_size 4 --image_size 33",
-                       ("model",)),
-    "pipeline": ("model_parallel_resnet/main.py --num_splits 1 2 4 8 --timeline",
-                 "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 1", ("num_split",)),
-    "pipeline_schedules": ("-m benchmarks.model_parallel_resnet --num_splits 4",
-                           "--arch resnet18 --image_size 64 --batch_size 8 --num_batches 1",
-                           ("way", "num_split")),
-}
 
 
 def scalars(metrics, labels, name=""):

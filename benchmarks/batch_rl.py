@@ -1,12 +1,16 @@
-"""What does a batch save in batch_rl, and what is left to save if the agent acts without a graph?
+"""What does each rung of batch_rl save, with and without batches, and what would no RPC save?
 
-Two agents play episodes with and without batches, all four in turns, within one run:
+All play episodes in turns, within one run, their training included:
 
-    with a graph      the lesson's: every forward keeps its graph, backward goes through all of them
-    without a graph   states and actions are kept; all log-probabilities come from one forward at
+    with_graph        the lesson's: every forward keeps its graph, backward goes through all of them
+    without_graph     states and actions are kept; all log-probabilities come from one forward at
                       the end
+    vector            `--envs vector`: also arrays, vector environments, and dropout
+    double_buffering  `--double_buffering`
+    one process       no RPC: as many vector environments beside the policy (one_process.py)
 
     python -m benchmarks.batch_rl --observers 5 --num_episode 8
+    python -m benchmarks.batch_rl --observers 1 --envs_per_observer 512 --rungs vector
 """
 
 import statistics
@@ -15,14 +19,18 @@ from pathlib import Path
 
 import torch
 from common import report
+from common.cli import refuse
 from common.launch import launch
 from common.session import rpc_options
 from torch.distributed import rpc
 from torch.distributions import Categorical
 
 from batch_rl import main as lesson
+from batch_rl.double_buffering import DoubleBufferedAgent
 from batch_rl.fast_agent import FastAgent
-from batch_rl.results import with_observers
+from batch_rl.results import env_steps, with_observers
+from batch_rl.vector_agent import VectorAgent
+from benchmarks.one_process import OneProcess
 
 MODES = {"batched": True, "single": False}
 
@@ -53,8 +61,12 @@ class WithoutGraph(FastAgent):
         return policy.log_prob(actions.to(self.device)).permute(1, 2, 0)
 
 
+RUNGS = {"with_graph": FastAgent, "without_graph": WithoutGraph, "vector": VectorAgent,
+         "double_buffering": DoubleBufferedAgent}
+
+
 def run_worker(rank, world_size, args):
-    """Time all four on episodes of their own; rank 0 returns the environment steps/s of each."""
+    """Time all rungs on episodes of their own; rank 0 returns the environment steps/s of each."""
     rpc.init_rpc(lesson.role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args, lesson.RPC_THREADS))
     metrics = measure(rank, world_size, args) if rank == 0 else None
@@ -64,17 +76,19 @@ def run_worker(rank, world_size, args):
 
 def measure(rank, world_size, args):
     """What `run_worker` returns."""
-    agents = {"with a graph": FastAgent(world_size, args),
-              "without a graph": WithoutGraph(world_size, args)}
-    speeds = {f"{graph}, {mode}": [] for graph in agents for mode in MODES}
+    agents = {rung: RUNGS[rung](world_size, args) for rung in args.rungs}
+    plays = [(f"{rung}, {mode}", agent, batch)
+             for rung, agent in agents.items() for mode, batch in MODES.items()]
+    one_process = OneProcess(args, args.envs_per_observer * (world_size - 1))
+    plays.append(("one process", one_process, True))
+    speeds = {name: [] for name, _, _ in plays}
     for episode in range(1 + args.num_episode):
-        for graph, agent in agents.items():
-            for mode, batch in MODES.items():
-                started = time.perf_counter()
-                agent.finish_episode(batch, agent.run_episode(batch))
-                seconds = time.perf_counter() - started
-                if episode > 0:  # the first one is the warm-up
-                    speeds[f"{graph}, {mode}"].append(agent.returns.numel() / seconds)
+        for name, agent, batch in plays:
+            started = time.perf_counter()
+            agent.finish_episode(batch, agent.run_episode(batch))
+            seconds = time.perf_counter() - started
+            if episode > 0:  # the first one is the warm-up
+                speeds[name].append(env_steps(agent.returns) / seconds)
     return {"env_steps_per_s": speeds}
 
 
@@ -84,24 +98,37 @@ def build_parser():
     parser.description = __doc__
     parser.set_defaults(example="benchmark_batch_rl",
                         output_dir=Path("outputs", "benchmark_batch_rl"))
+    parser.add_argument("--rungs", choices=RUNGS, nargs="+", metavar="RUNG",
+                        help=f"to compare, of {', '.join(RUNGS)} (default: all)")
     return parser
 
 
 def main(argv=None):
     """Print the table and write metrics.json."""
     args = with_observers(build_parser().parse_args(argv))
+    halves = args.envs_per_observer % 2 == 0
+    args.envs = "vector" if args.envs == "plain" else args.envs  # of the rungs that have one
+    args.rungs = args.rungs or [rung for rung in RUNGS if rung != "double_buffering" or halves]
+    if "double_buffering" in args.rungs and not halves:
+        refuse(f"--envs_per_observer {args.envs_per_observer} must be even for double buffering")
     metrics = launch(run_worker, args, lesson.role_name)
     if metrics is None:
         return None
     medians = {name: statistics.median(speeds)
                for name, speeds in metrics["env_steps_per_s"].items()}
-    metrics = report.save_metrics(args, {**metrics, "medians": medians}, backend="tensorpipe")
+    metrics = {"envs_per_observer": args.envs_per_observer, **metrics, "medians": medians}
+    if {"vector", "double_buffering"} <= set(args.rungs):
+        metrics["double_buffering_gain"] = {
+            mode: medians[f"double_buffering, {mode}"] / medians[f"vector, {mode}"]
+            for mode in MODES}
+    metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     print(f"{args.world_size - 1} observers, {args.envs_per_observer} environments each: "
           f"environment steps per second, medians of {args.num_episode} episodes")
-    for graph in ("with a graph", "without a graph"):
-        batched, single = (medians[f"{graph}, {mode}"] for mode in MODES)
-        print(f"{graph:15}   batched {batched:6.0f}   single {single:6.0f}   "
+    for rung in args.rungs:
+        batched, single = (medians[f"{rung}, {mode}"] for mode in MODES)
+        print(f"{rung:16}   batched {batched:7.0f}   single {single:7.0f}   "
               f"speed-up {batched / single:.2f}")
+    print(f"one process        no RPC  {medians['one process']:7.0f}")
     return metrics
 
 

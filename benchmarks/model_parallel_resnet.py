@@ -1,6 +1,6 @@
 """Is the pipeline worth it?
 
-Batches over RPC, with both schedules, and in one process with one thread, in turns.
+Batches over RPC, with all schedules, and in one process with one thread, in turns.
 
     python -m benchmarks.model_parallel_resnet --rounds 1
 """
@@ -16,18 +16,19 @@ from pathlib import Path
 
 import torch
 from common import report
-from common.cli import bounded
+from common.cli import Parser, bounded
 from common.vision import import_torchvision
 from common.worker_env import keep_memory
 
 from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet import schedules
 from model_parallel_resnet.data import get_batch, require_sizes
+from model_parallel_resnet.flags import add_flags
 
 FOLDER = Path(rpc_pipeline.__file__).parent
 WAYS = {"RPC pipeline": [FOLDER / "main.py"],
-        "gpipe": [FOLDER / "schedules.py", "--schedule", "gpipe"],
-        "1f1b": [FOLDER / "schedules.py", "--schedule", "1f1b"]}  # fmt: skip
+        "RPC whole": [FOLDER / "main.py", "--backward", "whole"],
+        **{name: [FOLDER / "schedules.py", "--schedule", name] for name in schedules.SCHEDULES}}
 ALONE = "one process"
 PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "lr", "seed",
              "device")
@@ -36,7 +37,7 @@ PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "
 def build_parser():
     """The flags of the example, and how often."""
     name = "benchmark_model_parallel_resnet"
-    parser = rpc_pipeline.build_parser(__doc__, name, distributed=False)
+    parser = add_flags(Parser(name, __doc__, distributed=False), rpc_pipeline.ARCHS)
     parser.set_defaults(num_splits=[4, 8], num_batches=3)
     parser.add_argument("--rounds", type=bounded(int, at_least=1), default=1, metavar="N",
                         help="runs of each way")

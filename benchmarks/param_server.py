@@ -9,6 +9,7 @@ import statistics
 import time
 from pathlib import Path
 
+import torch
 from common import report
 from common.cli import bounded, refuse
 from common.data import load_data
@@ -39,8 +40,9 @@ def measure(args):
     """What `run_worker` returns."""
     train_set, _ = load_data(args)
     net, local = lesson.TrainerNet(args), lesson.Net()
-    opt = DistributedOptimizer(lesson.SGD, net.get_global_param_rrefs(), lr=args.lr)
-    local_opt = lesson.SGD(local.parameters(), lr=args.lr)
+    opt = DistributedOptimizer(lesson.SGD, net.get_global_param_rrefs(), trainer=1, lr=args.lr,
+                               server=net.param_server_rref)
+    local_opt = torch.optim.SGD(local.parameters(), lr=args.lr)
     net.train()
     milliseconds = {"server": [], "local": []}
     for epoch in range(args.rounds):

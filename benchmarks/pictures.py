@@ -7,9 +7,11 @@ from common import picture
 
 # Whose `plot` takes all runs. The other pictures are of one run: a timeline, or a training that is
 # the same in each run.
-FROM_ALL_RUNS = {"batch_rl", "batch_rl_16", "rpc_rnn", "batch_update", "batch_update_tensors",
-                 "ddp_rpc_hybrid", "ddp_rpc_hybrid_large", "ddp_rpc_hybrid_sparse", "ring",
-                 "ring_sizes", "single_machine", "pipeline"}
+FROM_ALL_RUNS = {"batch_rl", "batch_rl_16", "batch_rl_64", "rpc_rnn", "batch_update",
+                 "batch_update_tensors",
+                 "ddp_rpc_hybrid", "ddp_rpc_hybrid_large", "ddp_rpc_hybrid_sparse",
+                 "hybrid_sharded", "ring",
+                 "ring_sizes", "shared_memory", "hierarchical", "single_machine", "pipeline"}
 CONSISTENCY = {2: ("param_server", "param_server_lock"),  # trainers: two commands
                4: ("param_server_4", "param_server_4_lock")}
 SMOOTH = 50  # steps of all trainers together

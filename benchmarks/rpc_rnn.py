@@ -1,8 +1,10 @@
 """Where does each millisecond of a step of rpc_rnn go, and what does the tutorial's protocol take?
 
-Two models train in turns, a few steps each, within one run: a noisy machine cannot favour one.
+Models train in turns, a few steps each, within one run: a noisy machine cannot favour one.
 
-    this lesson    rref.rpc_sync().forward(...)
+    this lesson    rref.rpc_sync().forward(...), and optimizers compiled to TorchScript
+    not compiled   the same with the optimizers that --checkpoint needs, and --prefetch
+    prefetch       step, and look-up of the next piece, in one RPC (rpc_rnn/prefetch.py)
     the tutorial   _remote_method(...)
 
 and the first one once more with a clock between the parts of a step. The oracle's steps, without
@@ -27,10 +29,12 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
 from rpc_rnn import main as lesson
+from rpc_rnn import prefetch
 from rpc_rnn.data import columns, get_next_batch, load_language
-from rpc_rnn.saving import LocalRNNModel, require_inputs
+from rpc_rnn.saving import OPTIMIZERS_WITH_STATE, LocalRNNModel, require_inputs
 
 LESSON, TUTORIAL, LOCAL = "this lesson", "the tutorial", "one process, no RPC"
+NOT_COMPILED, PREFETCH = "not compiled", "prefetch"
 PARTS = ("embedding RPC", "LSTM", "decoder RPC", "loss", "backward", "optimizer step",
          "end of the context")
 
@@ -108,33 +112,40 @@ def measure(args):
     """What `run_worker` returns."""
     language = load_language(args)
     sizes = (language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout, args.seed)
-    ours, tutorial = (model_class("ps", *sizes, args.device)
-                      for model_class in (lesson.RNNModel, TutorialModel))
+    ours, ahead, tutorial = (model_class("ps", *sizes, args.device) for model_class in (
+        lesson.RNNModel, lesson.RNNModel, TutorialModel))
     local, criterion = LocalRNNModel(*sizes[:4]), nn.CrossEntropyLoss()
     torchs = lesson.OPTIMIZERS[args.optimizer]
-    opt, tutorials_opt = (DistributedOptimizer(torchs, model.parameter_rrefs(), lr=args.lr)
-                          for model in (ours, tutorial))
-    # A step as one call of (data, target, hidden), for each way to make one.
-    ways = {LESSON: (remote_step, ours, opt), TUTORIAL: (remote_step, tutorial, tutorials_opt),
-            LOCAL: (local_step, local, torchs(local.parameters(), lr=args.lr)),
-            "parts": (timed_step, ours, opt)}
-    text = columns(language.train, args.batch_size, 0, 1)
-    batches = list(get_next_batch(text, args.bptt))[: args.steps]
+    with_state = OPTIMIZERS_WITH_STATE[args.optimizer]
+    opt, tutorials_opt, not_compiled, of_ahead = (
+        DistributedOptimizer(optimizer_class, model.parameter_rrefs(), lr=args.lr)
+        for optimizer_class, model in ((torchs, ours), (torchs, tutorial), (with_state, ours),
+                                       (with_state, ahead)))
+    prefetcher, pieces_ahead = prefetch.rung(ahead, of_ahead)
+    # A step as one call of (data, target, hidden), for each way to make one; what it reads.
+    ways = {LESSON: (remote_step, ours, opt, get_next_batch),
+            TUTORIAL: (remote_step, tutorial, tutorials_opt, get_next_batch),
+            NOT_COMPILED: (remote_step, ours, not_compiled, get_next_batch),
+            PREFETCH: (remote_step, ahead, prefetcher, pieces_ahead),
+            LOCAL: (local_step, local, torchs(local.parameters(), lr=args.lr), get_next_batch),
+            "parts": (timed_step, ours, opt, get_next_batch)}
+    text = columns(language.train, args.batch_size, 0, 1)[: args.steps * args.bptt + 1]
     hidden, times, parts = ours.init_hidden(args.batch_size), {name: [] for name in ways}, []
     for turn in range(args.rounds + 1):
         # In another order each time: nobody profits from being the first.
         for name in random.Random(turn).sample(list(ways), len(ways)):
-            step, model, optimizer = ways[name]
+            step, model, optimizer, read = ways[name]
             started = time.perf_counter()
-            results = [step(model, optimizer, criterion, *batch, hidden) for batch in batches]
-            times[name].append(1000 * (time.perf_counter() - started) / len(batches))
-            if name == "parts":
+            results = [step(model, optimizer, criterion, *piece, hidden)
+                       for piece in read(text, args.bptt)]
+            times[name].append(1000 * (time.perf_counter() - started) / len(results))
+            if name == "parts" and turn > 0:  # the first turn is for warming up
                 parts += results
-    warm_up = len(batches)
-    medians = map(statistics.median, zip(*parts[warm_up:], strict=True))
-    return {"ms_per_step": {name: statistics.median(times[name][1:])
-                            for name in (LESSON, TUTORIAL, LOCAL)},
-            "parts_ms": dict(zip(PARTS, medians, strict=True))}
+    medians = map(statistics.median, zip(*parts, strict=True))
+    ms = {name: statistics.median(times[name][1:]) for name in ways if name != "parts"}
+    return {"ms_per_step": ms, "parts_ms": dict(zip(PARTS, medians, strict=True)),
+            "prefetch_ratio": {"plain": ms[LESSON] / ms[PREFETCH],
+                               "not compiled": ms[NOT_COMPILED] / ms[PREFETCH]}}
 
 
 def build_parser():
@@ -162,6 +173,8 @@ def main(argv=None):
     print(f"{'':20} ms a step   steps/s   (medians of {args.rounds} turns of {args.steps} steps)")
     for name, ms in metrics["ms_per_step"].items():
         print(f"{name:20} {ms:9.2f} {1000 / ms:9.0f}")
+    for name, ratio in metrics["prefetch_ratio"].items():
+        print(f"prefetch makes {ratio:.2f} times the steps/s of: {name}")
     total = sum(metrics["parts_ms"].values())
     print(f"\n{'part':20} {'ms':>9}   share")
     for name, ms in metrics["parts_ms"].items():

@@ -23,6 +23,7 @@ from common.network import address_of
 # Seeds of generators are a few thousand times as large, and must stay below 2**63.
 LARGEST_SEED = 2**31 - 1
 LARGEST_LR = 1e30  # Adam divides it by numbers below 1, and the result must be a float32
+TRANSPORTS = ("shm", "ibv", "uv")  # of TensorPipe: shared memory, InfiniBand, TCP
 LARGEST_INT = 2**63 - 1  # that tensors and their libraries can hold
 MOST_PROCESSES = 2**16  # on all machines together
 SHORTEST_S = 0.01  # below it, some libraries round to 0, and take that for "for ever"
@@ -104,6 +105,10 @@ class Parser(PlainParser):
         self._check_ranks(args)
         if getattr(args, "lr", 0) > LARGEST_LR:
             refuse(f"--lr {args.lr:g} must be at most {LARGEST_LR:g}")
+        transports = os.environ.get("RPC_TRANSPORTS", "")
+        if transports and not set(transports.split(",")) <= set(TRANSPORTS):
+            refuse(f"RPC_TRANSPORTS={shortened(transports)} must be one or more of "
+                   f"{','.join(TRANSPORTS)}", None)
         if args.device == "cuda" and not torch.cuda.is_available():
             refuse("--device cuda needs a GPU, and torch sees none here; give auto or cpu", None)
         checkpoint = getattr(args, "checkpoint", None)

@@ -1,7 +1,7 @@
 """What the lesson learns: a teacher knows the classes of bags of indices. No other process here."""
 
 import torch
-from common.cli import on_cpu, ranks_here, require_memory
+from common.cli import given, on_cpu, ranks_here, refuse, require_memory
 from torch.nn import functional as F
 
 BATCHES = 10  # of each trainer in an epoch
@@ -23,12 +23,19 @@ class Teacher:
         return F.linear(sums, self.weight).argmax(dim=1)
 
 
-def require_tables(args, role_name):
+def bags_of(indices, offsets):
+    """The number of the bag that each index is in."""
+    positions = torch.arange(len(indices), device=indices.device)
+    return torch.searchsorted(offsets, positions, right=True) - 1
+
+
+def require_tables(args, role_name, share=0.0):
     """Refuse a table and a dense part that this machine cannot hold.
 
     Args:
         args: the parsed flags.
         role_name: the lesson's.
+        share: of the table, how much weights and gradients a trainer has: 0 with a server.
     """
     table, dense = (4 * n * args.embedding_dim for n in (args.num_embeddings, args.num_classes))
     n_bytes = 0
@@ -38,5 +45,22 @@ def require_tables(args, role_name):
             n_bytes += table if args.sparse else 2 * table  # the gradient has all rows
         elif role != "master":
             # The teacher's own two; the weights, and on a CPU their gradient.
-            n_bytes += table + (3 if on_cpu(args) else 2) * dense
+            n_bytes += (1 + share) * table + (3 if on_cpu(args) else 2) * dense
     require_memory(args, ["num_embeddings", "embedding_dim", "num_classes"], n_bytes)
+
+
+def require_parts(args, role_name):
+    """Refuse what sharded_table.py cannot spread over its trainers; see `require_tables`."""
+    ranks, rows, dtensor = args.world_size, args.num_embeddings, args.exchange == "dtensor"
+    if dtensor and args.sparse:
+        refuse("--sparse requires --exchange all_to_all: a DTensor has no sparse gradients")
+    if dtensor and rows <= (ranks - 1) * -(-rows // ranks):
+        refuse(f"{given(args, 'num_embeddings', 'world_size')} leaves a trainer without rows, and "
+               f"--exchange dtensor needs some on each: a part has {-(-rows // ranks)}")
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and gpus < len(ranks_here(args)):
+        refuse(f"--device cuda must be cpu or auto: torch sees {gpus} GPUs, and here each trainer "
+               "needs its own", rank=None)
+    # The part's weights; their gradient, which has all rows of the part, or of the table.
+    gradient = 1 if dtensor else 0 if args.sparse else 1 / ranks
+    require_tables(args, role_name, 1 / ranks + gradient)

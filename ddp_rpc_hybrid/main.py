@@ -183,6 +183,12 @@ def run_worker(rank, world_size, args):
 def build_parser():
     """The flags of this example."""
     parser = Parser("ddp_rpc_hybrid", __doc__, world_size=4, min_world_size=3)
+    add_model_flags(parser)
+    return parser
+
+
+def add_model_flags(parser):
+    """Add what sharded_table.py has, too: the model and its training."""
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--epochs", type=count, default=100, metavar="N",
         help=f"of {BATCHES} batches of each trainer")
@@ -192,7 +198,6 @@ def build_parser():
         help="what the dense part tells apart")
     add("--lr", type=bounded(float, above=0), default=0.2, help="learning rate of SGD")
     add("--sparse", action="store_true", help="the table's gradient holds only rows looked up")
-    return parser
 
 
 def main(argv=None):

@@ -107,11 +107,12 @@ def finish(metrics, args):
     return metrics
 
 
-def plot(runs, args):
+def plot(runs, args, texts=WORDS, trainers=None):
     """Draw `loss.png`: loss and accuracy per epoch, from the metrics of one or several runs."""
     path, values = args.output_dir / "loss.png", {
-        "trainers": args.world_size - 2, "rows": args.num_embeddings, "classes": args.num_classes}
-    for (upper, lower), words in picture.in_each_language(path, WORDS, runs, panels=2, height=5.5,
+        "trainers": trainers or args.world_size - 2, "rows": args.num_embeddings,
+        "classes": args.num_classes}
+    for (upper, lower), words in picture.in_each_language(path, texts, runs, panels=2, height=5.5,
                                                           **values):
         losses, accuracies = ([[epoch[key] for epoch in run["epochs"]] for run in runs]
                               for key in ("loss", "accuracy"))

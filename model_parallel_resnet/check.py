@@ -25,7 +25,7 @@ from common.oracle import Comparison, verdict
 from common.vision import import_torchvision
 
 from model_parallel_resnet import main as lesson
-from model_parallel_resnet.check_times import hold_table, hold_windows, made_up
+from model_parallel_resnet.check_times import hold_parts, hold_table, hold_windows, made_up
 from model_parallel_resnet.recording import Recorder
 
 SIDE = 33  # pixels; of 32, the last layers leave one
@@ -99,7 +99,7 @@ def short_resnet(arch, num_classes):
 # --- compared
 
 
-def compare(recorder, metrics, args, name, workers):
+def compare(recorder, metrics, args, name, workers, parts=1):
     """Hold the training that was recorded against the other program, and its times: the findings.
 
     Args:
@@ -108,15 +108,18 @@ def compare(recorder, metrics, args, name, workers):
         args: the parsed flags.
         name: of the pipeline.
         workers: the roles that compute.
+        parts: of the model that each of them has.
     """
     ours, theirs = recorder.ours, [*recorder.theirs, *recorder.alone]  # also what was left out
     found = Comparison(f"{args.world_size} processes")
     hold_initial_weights(found, args)
     hold_steps(found, ours, theirs, metrics)
     steps = [(step.get("started", 0), step.get("ended", 0)) for step in ours]
-    hold_windows(found, steps, metrics, args, workers)
+    hold_windows(found, steps, metrics, args, workers, parts)
     for times, of_times in (("measured", metrics), ("made-up", made_up(metrics, args, workers))):
         hold_table(found, times, of_times, args, name, workers)
+        if parts == 1:
+            hold_parts(found, times, of_times, workers)
     return found
 
 

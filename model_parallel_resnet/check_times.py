@@ -9,12 +9,12 @@ import itertools
 import re
 import statistics
 
-from model_parallel_resnet import results
+from model_parallel_resnet import bubble, results
 
 TOLERANCE = 1e-10  # of the same few additions and divisions
 
 
-def hold_windows(found, steps, metrics, args, workers):
+def hold_windows(found, steps, metrics, args, workers, parts=1):
     """Each timed window has one step, that of its row, and all of its micro-batches.
 
     Args:
@@ -23,6 +23,7 @@ def hold_windows(found, steps, metrics, args, workers):
         metrics: of the lesson.
         args: the parsed flags.
         workers: the roles that compute.
+        parts: of the model that each of them has.
     """
     rows = len(args.num_splits)
     inside, forwards = [], []
@@ -39,7 +40,8 @@ def hold_windows(found, steps, metrics, args, workers):
     found.equal("timed steps", inside, expected, "the steps between the two readings of the clock; "
                 "none of a warm-up, none of another number of splits", unit="row")
     found.equal("timed micro-batches", forwards,
-                [[[number] * len(workers)] * args.num_batches for number in args.num_splits],
+                [[[number * parts] * len(workers)] * args.num_batches
+                 for number in args.num_splits],
                 "of each worker between the two readings", unit="row")
 
 
@@ -88,6 +90,29 @@ def hold_table(found, times, metrics, args, name, workers):
     shown = [round(losses[0], 4), round(losses[-1], 4), best["splits"], best["s/batch"],
              best["speed-up"], 1, best["ideal"], best["idle"]]
     found.close(f"last line of {times} times", said, shown, TOLERANCE, "rounded alike", "word")
+
+
+def hold_parts(found, times, metrics, workers):
+    """Where each batch's time has gone: work as often as any is open, and the parts are the whole.
+
+    Args:
+        found: the `Comparison`.
+        times: "measured" or "made-up".
+        metrics: of the lesson, or of `made_up`.
+        workers: the roles that compute.
+    """
+    ours, theirs = [], []
+    for of_row in metrics["windows"]:
+        for start, end in of_row:
+            parts = bubble.parts_of(metrics["spans"], workers, (start, end))
+            for worker in workers:
+                of_worker = parts[worker]
+                work = sum(of_worker[part] for part in ("forward", "backward", "both", "step"))
+                ours.append([sum(of_worker.values()), work, min(of_worker.values()) >= 0])
+                idle = idle_share(metrics["spans"][worker], start, end)
+                theirs.append([end - start, (1 - idle) * (end - start), True])
+    found.close(f"parts of {times} times", ours, theirs, TOLERANCE,
+                "of each batch on each worker: all parts, those of work, none below 0", "batch")
 
 
 def expected_rows(metrics, args, workers):

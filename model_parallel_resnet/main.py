@@ -2,7 +2,7 @@ r"""A ResNet in two processes, and a pipeline of micro-batches through them (tut
 
 Each worker has half of the model. With one piece of work at a time, one of them always waits. So
 the master splits the batch into micro-batches: while worker2 has the first, worker1 has the second.
-Distributed autograd brings the gradients back the same way.
+Distributed autograd brings the gradients back the same way (early_backward.py: each at once).
 
     rank 0 "master"             rank 1 "worker1"          rank 2 "worker2"
     +----------------+          +------------------+      +-----------------+
@@ -14,6 +14,7 @@ Distributed autograd brings the gradients back the same way.
                                 +------------------+      +-----------------+
 
     python model_parallel_resnet/main.py --num_splits 1 2 4 8    seconds per batch for each number
+    python model_parallel_resnet/main.py --backward whole        the tutorial's order of work
     python model_parallel_resnet/main.py --timeline              and a timeline of every process
     python model_parallel_resnet/main.py --check                 the same as one whole ResNet?
     torchrun --nproc_per_node 3 model_parallel_resnet/main.py    under torchrun
@@ -21,8 +22,8 @@ Distributed autograd brings the gradients back the same way.
         --master_addr HOST --master_port 29500                   manual launch
 
 Last line, about:
-    resnet50, RPC pipeline: loss 0.3568 -> 0.0219 |
-    best with num_split 4: 2.03 s a batch, 2.01 times as fast as with 1 (ideal 1.60), ...
+    resnet50, RPC pipeline: loss 0.3693 -> 0.0214 |
+    best with num_split 4: 2.35 s a batch, 1.54 times as fast as with 1 (ideal 1.60), ...
 """
 
 import threading
@@ -31,7 +32,7 @@ import time
 import torch
 import torch.distributed.autograd as dist_autograd
 from common import report, timeline
-from common.cli import Parser, bounded
+from common.cli import Parser
 from common.launch import launch
 from common.session import device_for, rpc_options, wait_all
 from common.vision import import_torchvision
@@ -42,7 +43,8 @@ from torch.distributed.rpc import RRef
 
 from model_parallel_resnet import measuring
 from model_parallel_resnet.data import get_batch, require_sizes
-from model_parallel_resnet.results import finish
+from model_parallel_resnet.flags import add_flags
+from model_parallel_resnet.results import finish, log_batch
 
 MASTER_NAME = "master"
 WORKERS = ["worker1", "worker2"]
@@ -170,17 +172,30 @@ class DistResNet50(nn.Module):
                 for param in rref.remote().parameter_rrefs().to_here()]
 
 
-def run_master(args):
-    """All numbers of micro-batches in turns, each with a warm-up batch first.
-
-    Returns `losses` of all batches; `windows`, for each number the (start, end) of its batches
-    without the warm-up, in seconds; `spans` of all processes.
-    """
-    # Tutorial: new processes for each number, and their start within the measured time.
-    model = DistResNet50(1, WORKERS, args)
+def train_batch(model, inputs, labels, opt):
+    """All micro-batches forward, then all of them back, and a step; the loss of the batch."""
     loss_fn = nn.MSELoss()
-    # The gradients are in the context, not in `.grad`: a plain optimizer would do nothing.
-    opt = DistributedOptimizer(measuring.SGD, model.parameter_rrefs(), lr=args.lr)
+    with dist_autograd.context() as context_id:
+        outputs = model(inputs)
+        with timeline.span("loss"):
+            loss = loss_fn(outputs, labels)
+        # Each micro-batch's gradient goes to worker2, and on to worker1 when it is through.
+        dist_autograd.backward(context_id, [loss])
+        opt.step(context_id)
+    return loss
+
+
+def run_master(args):
+    """All numbers of micro-batches in turns, after a warm-up; what `finish` in results.py takes."""
+    # Tutorial: new processes for each number, and their start within the measured time.
+    if args.backward == "early":
+        from model_parallel_resnet.early_backward import early
+
+        model, step, opt = early(args, WORKERS)
+    else:
+        model, step = DistResNet50(1, WORKERS, args), train_batch
+        # The gradients are in the context, not in `.grad`: a plain optimizer would do nothing.
+        opt = DistributedOptimizer(measuring.SGD, model.parameter_rrefs(), lr=args.lr)
     inputs, labels = get_batch(args)  # Tutorial: drawn anew for each batch; no loss could fall.
     losses, windows = [], {num_split: [] for num_split in args.num_splits}
     bar = report.progress((args.num_batches + 1) * len(args.num_splits), "batch")
@@ -188,18 +203,10 @@ def run_master(args):
         for num_split in args.num_splits:  # in turns: whatever slows the machine slows all of them
             model.num_split = num_split
             started = time.time()
-            with dist_autograd.context() as context_id:
-                outputs = model(inputs)
-                with timeline.span("loss"):
-                    loss = loss_fn(outputs, labels)
-                # Each micro-batch's gradient goes to worker2, and on to worker1 when it is through.
-                dist_autograd.backward(context_id, [loss])
-                opt.step(context_id)
+            loss = step(model, inputs, labels, opt)
             windows[num_split].append((started, time.time()))
             losses.append(report.require_finite(loss, f"at step {len(losses) + 1}"))
-            report.log(MASTER_NAME, f"{f'batch {batch}' if batch else 'warm-up'}  splits "
-                                    f"{num_split}  loss {losses[-1]:.4f}  "
-                                    f"{time.time() - started:.2f} s")
+            log_batch(MASTER_NAME, batch, num_split, losses[-1], time.time() - started)
             bar.update()
     bar.close()
     spans = timeline.recorded()
@@ -218,19 +225,11 @@ def run_worker(rank, world_size, args):
     return metrics
 
 
-def build_parser(description=__doc__, example="model_parallel_resnet", world_size=3, **options):
-    """The flags of this example, and of schedules.py."""
-    parser = Parser(example, description, world_size=world_size, **options)
-    add, count = parser.add_argument, bounded(int, at_least=1)
-    add("--num_splits", type=bounded(int, at_least=1, at_most=1000), nargs="+", metavar="N",
-        default=[1, 2, 4, 8], help="numbers of micro-batches to try, and 1, to compare with")
-    add("--batch_size", type=count, default=32, metavar="N", help="images in a batch")
-    add("--image_size", type=bounded(int, at_least=32), default=128, metavar="N", help="pixels")
-    add("--num_batches", type=count, default=3, metavar="N", help="timed, for each of --num_splits")
-    add("--num_classes", type=bounded(int, at_least=2), default=1000, metavar="N", help="targets")
-    add("--arch", choices=ARCHS, default="resnet50", help="of torchvision")
-    add("--lr", type=bounded(float, above=0), default=0.05, help="learning rate of SGD")
-    add("--timeline", action="store_true", help="draw a timeline of every process (PNG and JSON)")
+def build_parser():
+    """The flags of this example."""
+    parser = add_flags(Parser("model_parallel_resnet", __doc__, world_size=3), ARCHS)
+    parser.add_argument("--backward", choices=["whole", "early"], default="early",
+                        help="whole: after all outputs, the tutorial's; early: after each one's")
     return parser
 
 

@@ -27,7 +27,7 @@ def span(kind, device, **labels):
         _wait_for(device)
 
 
-def record_backward(x, out, micro_batch):
+def record_backward(x, out, micro_batch, **labels):
     """Record the backward of a shard: from the gradient of `out` until the last one here.
 
     The last one is that of the input `x`, or, where that is an image and has none, those of the
@@ -43,13 +43,31 @@ def record_backward(x, out, micro_batch):
 
     def end(*_):
         _wait_for(out.device)
-        timeline.add("backward", started[0], time.time(), where, micro_batch=micro_batch)
+        timeline.add("backward", started[0], time.time(), where, micro_batch=micro_batch,
+                     **labels)
 
     out.register_hook(start)
     if x.requires_grad:
         x.register_hook(end)
     else:
         _first_layer(out.grad_fn).register_hook(end)
+
+
+def record_weight_gradients(stage):
+    """Record the second backward that a zero-bubble schedule calls, for the weights alone.
+
+    The hooks of `record_backward` see the first one, for the input. Stage 0 has no input with a
+    gradient: there, torch computes everything in the second one, and the hooks see that.
+    """
+    compute = stage.backward_weight_one_chunk
+
+    def recorded(bwd_chunk_id, last_backward=False):
+        with span("weight gradients", stage.device, micro_batch=bwd_chunk_id,
+                  stage=stage.stage_index):
+            compute(bwd_chunk_id, last_backward)
+
+    if not stage.is_first:
+        stage.backward_weight_one_chunk = recorded
 
 
 class SGD(optim.SGD):

@@ -7,6 +7,7 @@ kept, the one that is furthest off, and the largest.
 
 import itertools
 import math
+import threading
 import time
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from model_parallel_resnet import early_backward
 from model_parallel_resnet import main as lesson
 
 
@@ -43,12 +45,12 @@ class StepByStep:
         register_module_forward_pre_hook(self.before)
         register_module_forward_hook(self.after)
 
-    def add_step(self, states, at_the_end=False):
+    def add_step(self, states, layers=("",)):
         """Compare after a step; a step that the other program does not make is only kept.
 
         Args:
-            states: of `self.workers`, from `state`; one after the other they are the model.
-            at_the_end: whether they are its last part, not its first.
+            states: of `self.workers`, from `state`, in the order of the model.
+            layers: how the names of what they have begin in the other program.
         """
         ours, self.now = self.now, {}
         self.ours.append(ours)
@@ -58,9 +60,8 @@ class StepByStep:
         self.theirs.append(theirs)
 
         def named(kind, whole):
-            of_workers, names = [x for state in states for x in state[kind]], list(whole)
-            number = len(of_workers)
-            names = names[-number:] if at_the_end else names[:number]
+            of_workers = [x for state in states for x in state[kind]]
+            names = [name for name in whole if name.startswith(tuple(layers))]
             return dict(zip(names, of_workers, strict=True))
 
         weights = named("weights", theirs["weights"])
@@ -108,6 +109,9 @@ class StepByStep:
 class Recorder(StepByStep):
     """On the master: listens to its model, its loss and its optimizer, and asks the workers.
 
+    A model is called with a batch, or, by a thread for each, with its micro-batches and their
+    numbers.
+
     Args:
         alone: the steps of the other program, from `single_process`.
     """
@@ -115,32 +119,47 @@ class Recorder(StepByStep):
     def __init__(self, alone):
         super().__init__(lesson.WORKERS, alone)
         self.optimizer_steps = 0
-        recorder, honest = self, lesson.DistributedOptimizer
+        self.here = threading.local()  # the number of this thread's micro-batch
+        recorder = self
 
-        class Recorded(honest):
-            def step(self, context_id):
-                super().step(context_id)
-                recorder.after_step()
+        def listening(honest):
+            class Recorded(honest):
+                def step(self, *context):
+                    super().step(*context)
+                    recorder.after_step()
 
-        lesson.DistributedOptimizer = Recorded
+            return Recorded
+
+        lesson.DistributedOptimizer = listening(lesson.DistributedOptimizer)
+        early_backward.EarlyOptimizer = listening(early_backward.EarlyOptimizer)
 
     def before(self, module, inputs):
-        """A batch begins."""
+        """A batch begins, or one of its micro-batches."""
         if isinstance(module, lesson.DistResNet50):
-            self.now = {"started": time.time(), "data": {"images": inputs[0]}}
+            images, self.here.number = (*inputs, 0)[:2]
+            self.now.setdefault("started", time.time())
+            self.keep("images", images)
 
     def after(self, module, inputs, output):
         """The model has its outputs, or the loss is there."""
         if isinstance(module, lesson.DistResNet50):
-            self.now |= {"outputs": output.detach(), "rrefs": (module.p1_rref, module.p2_rref)}
+            self.keep("outputs", output)
+            self.now["rrefs"] = module.p1_rref, module.p2_rref
         elif isinstance(module, torch.nn.MSELoss):
-            self.now.setdefault("data", {})["targets"] = inputs[1]
+            self.keep("targets", inputs[1])
+
+    def keep(self, name, tensor):
+        """Of the micro-batch of this thread, or of the batch."""
+        self.now.setdefault(name, {})[self.here.number] = tensor.detach()
 
     def after_step(self):
         """Fetch what the workers have; a second step of the same batch is only counted."""
         self.optimizer_steps += 1
         if self.now:
             self.now["ended"] = time.time()
+            whole = {name: torch.cat([piece for _, piece in sorted(self.now.pop(name).items())])
+                     for name in ("images", "targets", "outputs") if name in self.now}
+            self.now |= {"outputs": whole.pop("outputs"), "data": whole}
             rrefs = self.now.pop("rrefs")
             self.add_step([rpc.rpc_sync(rref.owner(), state_of, args=(rref,)) for rref in rrefs])
 

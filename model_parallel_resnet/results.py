@@ -5,6 +5,8 @@ import sys
 
 from common import picture, report, timeline, timeline_report
 
+from model_parallel_resnet import bubble
+
 TUTORIAL_S = {1: 16.45, 2: 12.33, 4: 10.16, 8: 9.08}  # 6_7, cell 18: three batches of 120, two GPUs
 STAGES = 2
 TIMELINE_TITLE = {"en": "A batch of {arch}, {name}", "ja": "{arch}の1バッチ、{name}"}
@@ -38,10 +40,16 @@ def finish(metrics, args, name, workers, backend):
     require_sound(metrics, args, workers)
     rows = rows_of(metrics, args, workers)
     spans, windows = metrics.pop("spans"), metrics.pop("windows")
+    if metrics.get("stages_per_rank", 1) == 1:
+        metrics["where"] = bubble.rows_of(spans, workers, args.num_splits, windows)
     metrics = report.save_metrics(args, {
         "arch": args.arch, "batch_size": args.batch_size, "image_size": args.image_size,
-        **metrics, "rows": rows}, backend)
+        **({"backward": args.backward} if "backward" in args else {}), **metrics, "rows": rows},
+        backend)
     print("\n".join(table(rows)))
+    if args.timeline and "where" in metrics:
+        best = rows.index(best_of(rows))
+        print("\n".join(bubble.table(metrics["where"][best], workers)))
     plot([metrics], args, name)
     if args.timeline:
         last = {row["num_split"]: of_split[-1] for row, of_split in zip(rows, windows, strict=True)}
@@ -54,6 +62,12 @@ def finish(metrics, args, name, workers, backend):
     return metrics
 
 
+def log_batch(role, batch, num_split, loss, seconds):
+    """Print a line for a batch; 0 is the warm-up."""
+    report.log(role, f"{f'batch {batch}' if batch else 'warm-up'}  splits {num_split}  "
+                     f"loss {loss:.4f}  {seconds:.2f} s")
+
+
 def require_sound(metrics, args, workers):
     """End in words if the loss has not fallen, or a worker had other numbers of micro-batches."""
     losses, n_rows = metrics["losses"], len(args.num_splits)
@@ -64,9 +78,10 @@ def require_sound(metrics, args, workers):
     for num_split, of_split in zip(args.num_splits, metrics["windows"], strict=True):
         for worker in workers:
             inside = timeline.within(metrics["spans"][worker], of_split[-1])
-            number = sum(span["kind"] == "forward" for span in inside)
+            forwards = sum(span["kind"] == "forward" for span in inside)
+            number = forwards / metrics.get("stages_per_rank", 1)
             if number != num_split:
-                fail(f"{worker} had {number} micro-batches with --num_splits {num_split}")
+                fail(f"{worker} had {number:g} micro-batches with --num_splits {num_split}")
 
 
 def fail(sentence):

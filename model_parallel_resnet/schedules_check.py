@@ -1,7 +1,8 @@
 """`--check` of schedules.py: a whole training of two stages, held against one process.
 
-The training is the lesson's own `run_worker`, on a few small images, in float64. Each stage runs
-the whole program of check.py beside its own work, and compares its weights where they are.
+The training is the lesson's own `run_worker`, on a few small images, in float64. Each rank runs
+the whole program of check.py beside its own work, and compares its weights where they are. A rank
+with two quarters of the model has them compared one by one.
 """
 
 import functools
@@ -19,6 +20,12 @@ from model_parallel_resnet import check as oracle
 from model_parallel_resnet import schedules as lesson
 from model_parallel_resnet.recording import StepByStep, state
 
+# What the names of the other program's layers begin with, for each stage; the stages of each rank.
+HALVES = [("conv1", "bn1", "layer1", "layer2"), ("layer3", "layer4", "fc")]
+QUARTERS = [("conv1", "bn1", "layer1"), ("layer2",), ("layer3",), ("layer4", "fc")]
+PLACES = {"gpipe": [[0], [1]], "1f1b": [[0], [1]], "interleaved": [[0, 2], [1, 3]],
+          "zero_bubble": [[0, 2], [1, 3]], "zero_bubble_v": [[0, 3], [1, 2]]}
+
 
 def check(args):
     """Run both programs; the differences in the process that reports, None elsewhere."""
@@ -28,31 +35,37 @@ def check(args):
 
 
 def record(rank, world_size, args):
-    """The worker of a check; rank 1 returns what it has found."""
+    """The worker of a check; the rank with the last stage returns what it has found."""
     layers = oracle.layers_of_both(args)
     oracle.prepare(args)
-    recorder = Recorder(rank, oracle.single_process(args))
+    places = PLACES[args.schedule]
+    recorder = Recorder(rank, places[rank], HALVES if len(places[0]) == 1 else QUARTERS,
+                        oracle.single_process(args))
     metrics = lesson.run_worker(rank, world_size, args)
     if metrics is None:
         return None
     made, expected = recorder.join_stages(), len(args.num_splits) * (1 + args.num_batches)
-    found = oracle.compare(recorder, metrics, args, args.schedule, lesson.STAGES)
+    found = oracle.compare(recorder, metrics, args, args.schedule, lesson.STAGES, len(places[0]))
     found.equal("steps", made, [expected] * 2, "that the optimizer has made", "stage")
     oracle.hold_layers(found, *layers)
     return found.as_dict()
 
 
 class Recorder(StepByStep):
-    """On each rank: listens to its stage, its loss and its optimizer.
+    """On each rank: listens to its stages, its loss and its optimizer.
 
     Args:
-        rank: of this stage.
+        rank: of this process.
+        stages: the numbers of those it should have.
+        layers: of each stage of the model, how the names of its layers begin.
         alone: the steps of the other program, from `single_process`.
     """
 
-    def __init__(self, rank, alone):
-        super().__init__([lesson.STAGES[rank]], alone)
-        self.rank, self.model = rank, torch.nn.Module()
+    def __init__(self, rank, stages, layers, alone):
+        super().__init__([f"{lesson.STAGES[rank]} part {stage}" for stage in stages], alone)
+        self.role, self.stages, self.last = lesson.STAGES[rank], stages, len(layers) - 1
+        self.layers = [name for stage in stages for name in layers[stage]]
+        self.models = {stage: torch.nn.Module() for stage in stages}
         register_optimizer_step_post_hook(lambda *_: self.after_step())
         honest = dist.destroy_process_group
 
@@ -72,34 +85,38 @@ class Recorder(StepByStep):
         """The stage is done with a micro-batch, or its loss is there."""
         pieces = {}
         if isinstance(module, lesson.Numbered):
-            self.model = module
-            pieces = {"images": inputs[0]} if self.rank == 0 else {"outputs": output}
+            self.models[module.stage] = module
+            pieces = {"images": inputs[0]} if module.stage == 0 else {}
+            pieces |= {"outputs": output} if module.stage == self.last else {}
         elif isinstance(module, torch.nn.MSELoss):
             pieces = {"targets": inputs[1]}
         for name, tensor in pieces.items():
             self.now.setdefault(name, []).append(tensor.detach().clone().cpu())
 
     def after_step(self):
-        """Hold this stage against its part of the other program."""
+        """Hold these stages against their parts of the other program."""
         self.now["ended"] = time.time()
         self.now["data"] = {name: torch.cat(self.now.pop(name)) for name in ("images", "targets")
                             if name in self.now}
         if "outputs" in self.now:
             self.now["outputs"] = torch.cat(self.now["outputs"])
-        self.add_step([state(self.model)], at_the_end=self.rank == 1)
+        states = [state(self.models[stage]) for stage in self.stages]
+        for name, stage, of_stage in zip(self.workers, self.stages, states, strict=True):
+            of_stage["spans"] = {name: [span for span in of_stage["spans"][self.role]
+                                        if span["labels"].get("stage") == stage]}
+        self.add_step(states, self.layers)
 
     def join_stages(self):
-        """Add what the other stage has recorded; the numbers of steps that both have made."""
-        first_ours, first_theirs = self.gathered[0]
-        made = [len(first_ours), len(self.ours)]
+        """Take what both ranks have recorded; the numbers of steps that they have made."""
+        ours, theirs = zip(*self.gathered, strict=True)
         both = functools.partial(itertools.zip_longest, fillvalue={})
-        self.ours = list(itertools.starmap(joined, both(first_ours, self.ours)))
-        self.theirs = list(itertools.starmap(joined, both(first_theirs, self.theirs)))
-        return made
+        self.ours = list(itertools.starmap(joined, both(*ours)))
+        self.theirs = list(itertools.starmap(joined, both(*theirs)))
+        return [len(steps) for steps in ours]
 
 
 def joined(first, second):
-    """What both stages have recorded of a step."""
+    """What both ranks have recorded of a step."""
     both = {**first, **second,
             "one at a time": first.get("one at a time") and second.get("one at a time")}
     for key in ("data", "weights", "statistics", "counts", "micro-batches"):

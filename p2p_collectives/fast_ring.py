@@ -29,18 +29,20 @@ class RingAllReduce:
         segment_bytes: smaller segments overlap sooner, but each message costs a core about 0.1 ms
             in Python and gloo.
         n_buffers: receives posted at a time.
+        ranks: in the ring, in their order; None for all.
     """
 
-    def __init__(self, dtype, group=None, segment_bytes=8 * 2**20, n_buffers=2):
+    def __init__(self, dtype, group=None, segment_bytes=8 * 2**20, n_buffers=2, ranks=None):
         self.group, self.segment_size = group, segment_bytes // dtype.itemsize
+        self.ranks = range(dist.get_world_size()) if ranks is None else ranks
         self.buffers = [torch.empty(self.segment_size, dtype=dtype) for _ in range(n_buffers)]
 
     def __call__(self, tensor):
         """Sum `tensor` over all ranks: bitwise identical on all, as each chunk is added up once."""
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank, size = self.ranks.index(dist.get_rank()), len(self.ranks)
         if size == 1:
             return
-        left, right = (rank - 1) % size, (rank + 1) % size
+        left, right = self.ranks[rank - 1], self.ranks[(rank + 1) % size]
         chunks = tensor.view(-1).tensor_split(size)
         # The chunk of each step, in segments: from the second step on, what comes is added to it
         # before it is sent.

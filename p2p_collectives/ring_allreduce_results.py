@@ -83,15 +83,22 @@ def fit_model(world_size, points):
         Both; or None if the points do not determine them: a single size, or only sizes whose bytes
         cost nothing yet.
     """
+    messages = 2 * (world_size - 1)
+    return fit([(messages, messages * n_bytes / world_size, seconds)
+                for n_bytes, seconds in points])
+
+
+def fit(points):
+    """As `fit_model`, of points of (messages, bytes, seconds) for any way to communicate."""
     from scipy.optimize import nnls
 
     # T = messages * alpha + bytes * 1/beta, each equation divided by its T; no negative results.
-    messages = 2 * (world_size - 1)
-    rows = [(messages / seconds, messages * n_bytes / world_size / seconds)
-            for n_bytes, seconds in points]
+    rows = [(messages / seconds, n_bytes / seconds) for messages, n_bytes, seconds in points]
+    several = len({n_bytes for _, n_bytes, _ in points}) > 1
+    if not several:
+        return None
     (alpha, inverse_beta), _ = nnls(rows, [1.0] * len(rows))
-    several = len({n_bytes for n_bytes, _ in points}) > 1
-    return (alpha, 1 / inverse_beta) if several and inverse_beta > 0 else None
+    return (alpha, 1 / inverse_beta) if inverse_beta > 0 else None
 
 
 def size_text(n_bytes):

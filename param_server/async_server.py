@@ -2,7 +2,7 @@
 
 Each forward works with copies of the weights as they are then, and its backward needs only these:
 another trainer may step in between. The price is staleness: a gradient of weights that others have
-changed meanwhile, by at most N-1 steps of N equally fast trainers.
+changed meanwhile, by about N-1 steps of N equally fast trainers (`staleness.py` counts them).
 """
 
 import copy
@@ -21,12 +21,14 @@ class AsyncParameterServer(ParameterServer):
         super().__init__(args)
         self.thread = threading.local()
 
-    def forward(self, inp):
+    def forward(self, inp, trainer=None):
         """Images (N, 1, 28, 28) to log-probabilities (N, 10), with copies of the weights."""
         if self.n_trainers == 1:  # nobody steps between forward and backward
-            return super().forward(inp)
-        # Gradients flow through the copies to the parameters.
-        weights = {name: param.clone() for name, param in self.model.named_parameters()}
+            return super().forward(inp, trainer)
+        with self.weights_lock:  # or a copy could have one half of another trainer's step
+            self.note_read(trainer)
+            # Gradients flow through the copies to the parameters.
+            weights = {name: param.clone() for name, param in self.model.named_parameters()}
         inp = inp.to(self.input_device)
         return functional_call(self.stateless(), weights, (inp,)).to("cpu")
 

@@ -10,13 +10,17 @@ max-pooling, and a gradient then differs by more than some mistakes make of it.
 import torch
 from common.launch import launch
 from common.oracle import Comparison, verdict
+from common.worker_env import core_count
+from torch import distributed as dist
 from torch.nn import functional as F
 
 from param_server import main as lesson
 from param_server.metrics_check import compare_metrics, compare_moments
-from param_server.recording import EPOCHS, LAYERS, record_run, small_data
+from param_server.recording import EPOCHS, LAYERS, record_run, small_data, smaller
+from param_server.staleness_check import compare_staleness, compare_turns, compare_weights_read
 
 DOUBLE = "double precision"
+WAYS = ("async", "bounded", "lock")
 
 
 # --- one process, which knows of the lesson only the flags and the initial weights
@@ -119,7 +123,8 @@ def compare(recording, args):
     findings = Comparison(f"{args.world_size} processes ({args.consistency})", "one process")
     ranks = range(1, args.world_size)
     forwards, stepped, draws = recording.in_order(ranks)
-    one_at_a_time = args.consistency == "lock" or len(ranks) == 1
+    one_at_a_time = args.consistency == "lock" or len(ranks) == 1 or (
+        args.consistency == "bounded" and args.max_staleness == 0)
     order = [(rank, None if one_at_a_time else forwards[rank][step]["weights"])
              for rank, step in stepped]
     device = recording.steps[0]["weights"]["fc2.bias"].device if recording.steps else "cpu"
@@ -138,6 +143,7 @@ def compare(recording, args):
     if args.consistency == "lock":
         compare_turns(findings, recording)
     compare_weights_read(findings, recording, alone)
+    compare_staleness(findings, recording, args)
     compare_dropout(findings, recording, alone, draws)
     losses = {trainer["rank"]: [step["loss"] for epoch in trainer["steps"] for step in epoch]
               for trainer in recording.metrics["per_trainer"]}
@@ -163,35 +169,6 @@ def by_step(recorded, planned):
     """Two dicts of lists, by rank, as `Comparison` takes them: what all trainers did in a step."""
     return [[{f"trainer{rank}": values[step] for rank, values in side.items() if step < len(values)}
              for step in range(max(map(len, side.values())))] for side in (recorded, planned)]
-
-
-def compare_turns(findings, recording):
-    """After the forward of a step, that step comes next."""
-    events = [(what, context) for what, context in recording.events if context is not None]
-    mixed = sum(first != ("forward", second[1]) or second[0] != "step"
-                for first, second in zip(events[::2], events[1::2], strict=False))
-    findings.holds("turns", mixed == 0, f"{len(recording.steps)} updates: between forward and "
-                   f"step, another trainer came {mixed} times")
-
-
-def compare_weights_read(findings, recording, alone):
-    """Every number that a forward has read is from a moment between its beginning and its end."""
-    versions = [alone["initial"], *alone["weights"]]
-    worst, where, count = 0.0, "", 0
-    for number, forward in enumerate(recording.forwards, start=1):
-        last = min(forward["begun"], len(versions) - 1)
-        possible = versions[min(forward["ended"], last) : last + 1]
-        for name, read in forward["weights"].items():
-            # Another trainer's step may be half done: each number is the old one or the new one.
-            nearest = torch.stack([(read - version[name]).abs() for version in possible]).amin(0)
-            off = (nearest.max() / versions[0][name].abs().max()).item()
-            if not off <= 1e-9 and not where:
-                where = (f"first differs at forward {number} (trainer{forward['context'] >> 48}), "
-                         f"{name}: by {off:.1e}; ")
-            worst, count = max(worst, off), count + read.numel()
-    findings.holds("weights read", count and not where, f"{where}{count} numbers of "
-                   f"{len(recording.forwards)} forwards: differ by {worst:.1e} from those of that "
-                   f"moment, at most 1e-09 of the largest ({DOUBLE}; stale ones are further off)")
 
 
 def compare_dropout(findings, recording, alone, draws):
@@ -234,9 +211,27 @@ def record(rank, world_size, args):
     """The worker of a check; on rank 0, the findings."""
     torch.set_default_dtype(torch.float64)
     recording = record_run(rank, world_size, args)
-    return compare(recording, args) if rank == 0 else None
+    if rank != 0:
+        return None
+    torch.set_num_threads(core_count())  # the others have ended
+    return compare(recording, args)
 
 
 def check(args):
-    """Train for a few steps, and hold every number against one process; the differences."""
-    return verdict(launch(record, args, lesson.role_name))
+    """Train for a few steps, and hold every number against one process; the differences.
+
+    In all ways, or in that of `--consistency bounded` or `lock` alone.
+    """
+    one_launch = dist.is_torchelastic_launched() or args.rank is not None
+    ways = [args.consistency] if one_launch or args.consistency != "async" else WAYS
+    findings = Comparison(f"{args.world_size} processes ({', '.join(ways)})", "one process")
+    for way in ways:
+        flags = smaller(args, way, is_first=way == ways[0])
+        compared = launch(record, flags, lesson.role_name)
+        if compared is None:
+            return None
+        findings.findings += [{**finding, "what": f"{way}, {finding['what']}"}
+                              for finding in compared["findings"]]
+        if not all(finding["holds"] for finding in findings.findings):
+            break  # what is wrong in one way would only take longer in the others
+    return verdict(findings.as_dict())

@@ -26,6 +26,9 @@ def get_next_batch(train_set, rank, epoch, args):
 
 def require_inputs(args, make_model):
     """Fetch the images if need be; refuse too many trainers, and a checkpoint that does not fit."""
+    if args.max_staleness is not None and args.consistency != "bounded":
+        refuse(f"{given(args, 'max_staleness')} requires --consistency bounded")
+    args.max_staleness = 1 if args.max_staleness is None else args.max_staleness
     fetch_data(args)
     if starts_rank(args, 1) and args.world_size - 1 > (n_samples := len(load_data(args)[0])):
         refuse(f"{given(args, 'world_size')} must be at most {n_samples + 1}: every trainer needs "

@@ -1,7 +1,8 @@
 r"""A parameter server: the network lives on one process, any number of others train it (6_6).
 
 Trainers have the data and no network: forward, backward and optimizer step all run on the server.
-Here one trainer at a time has the server; `async_server.py` serves all of them at the same time.
+Here one trainer at a time has the server; `async_server.py` serves all of them at the same time,
+`bounded_server.py` too, but it applies no gradient of weights that are too old.
 
     rank 0 "parameter_server"                    rank 1 "trainer1", rank 2 "trainer2", ...
     +----------------------------------+         +------------------------------------------+
@@ -14,7 +15,8 @@ Here one trainer at a time has the server; `async_server.py` serves all of them 
 
     python param_server/main.py --world_size 3                 one server, two trainers
     python param_server/main.py --consistency lock             one trainer at a time
-    python param_server/main.py --check                        every number, against one process
+    python param_server/main.py --consistency bounded          weights at most 1 step old
+    python param_server/main.py --check                        all three, against one process
     torchrun --nproc_per_node 3 param_server/main.py           under torchrun
     python param_server/main.py --world_size 3 --rank 1 \
         --master_addr HOST --master_port 29500                 manual launch, as in the tutorial
@@ -28,7 +30,7 @@ import time
 
 import torch
 import torch.distributed.autograd as dist_autograd
-from common import checkpoint, report
+from common import report
 from common.cli import Parser, bounded
 from common.data import add_data_flags, load_data
 from common.launch import launch
@@ -40,7 +42,9 @@ from torch.nn import functional as F
 
 from param_server.data import get_next_batch, require_inputs
 from param_server.results import finish, log_epoch
-from param_server.turns import Turns, my_turn
+from param_server.resuming import Resumes
+from param_server.staleness import CountedOptimizer, CountsSteps
+from param_server.turns import Turns, my_step, my_turn
 
 SERVER_NAME = "parameter_server"
 TRAINER_NAME = "trainer{}"
@@ -83,25 +87,21 @@ def remote_method(method, rref, *args, **kwargs):
     return rpc.rpc_sync(rref.owner(), call_method, args=(method, rref, *args), kwargs=kwargs)
 
 
-class ParameterServer(Turns, nn.Module):
+class ParameterServer(Turns, CountsSteps, Resumes, nn.Module):
     """The network and all that trainers may ask of it; RPC calls it in many threads of rank 0."""
 
     def __init__(self, args):
         nn.Module.__init__(self)
         Turns.__init__(self, args.world_size - 1)
+        CountsSteps.__init__(self)
         torch.manual_seed(args.seed)
         self.input_device = device_for(args.device)
         self.model = Net().to(self.input_device)
-        self.args, self.first_epoch = args, 0
-        if args.resume:
-            state = checkpoint.load(args)
-            self.model.load_state_dict(state["model"])
-            self.first_epoch = state["epochs"]
-            if "random_numbers" in state:  # checkpoints of earlier versions have none
-                torch.set_rng_state(state["random_numbers"])
+        Resumes.__init__(self, args)
 
-    def forward(self, inp):
+    def forward(self, inp, trainer=None):
         """Images and log-probabilities come and go on the CPU, which is what RPC carries."""
+        self.note_read(trainer)
         inp = inp.to(self.input_device)
         out = self.model(inp)
         return out.to("cpu")
@@ -120,17 +120,6 @@ class ParameterServer(Turns, nn.Module):
         """Dropout on or off, for all trainers."""
         self.train(training)
 
-    def get_first_epoch(self):
-        """With which a training begins: 0, or that of the checkpoint."""
-        return self.first_epoch
-
-    def save(self, epochs):
-        """Write a checkpoint, on this machine, if its own flags name a file."""
-        if self.args.checkpoint is not None:
-            # With the state of the random numbers: dropout goes on as if the run had never stopped.
-            checkpoint.save(self.args, {"model": self.model.state_dict(), "epochs": epochs,
-                                        "random_numbers": torch.get_rng_state()})
-
 
 param_server = None
 global_lock = threading.Lock()
@@ -140,12 +129,14 @@ def get_parameter_server(args):
     """On rank 0: the only server of this run, whoever asks first."""
     global param_server
     from param_server.async_server import AsyncParameterServer, keep_freed_memory
+    from param_server.bounded_server import BoundedParameterServer
 
     with global_lock:
         if param_server is None:
             keep_freed_memory()
-            server = ParameterServer if args.consistency == "lock" else AsyncParameterServer
-            param_server = server(args)
+            servers = {"lock": ParameterServer, "bounded": BoundedParameterServer,
+                       "async": AsyncParameterServer}
+            param_server = servers[args.consistency](args)
         return param_server
 
 
@@ -170,7 +161,9 @@ class TrainerNet(nn.Module):
 
     def forward(self, x):
         """Images (N, 1, 28, 28) to log-probabilities (N, 10), on the CPU."""
-        return remote_method("forward", self.param_server_rref, x)
+        # Whose it is, if a step will follow: the server counts how old a gradient's weights are.
+        trainer = rpc.get_worker_info().id if torch.is_grad_enabled() else None
+        return remote_method("forward", self.param_server_rref, x, trainer)
 
     def train(self, mode=True):
         """Set the mode of the network itself."""
@@ -179,7 +172,7 @@ class TrainerNet(nn.Module):
         return super().train(mode)
 
 
-class SGD(optim.SGD):
+class SGD(CountedOptimizer, optim.SGD):
     """A subclass that `DistributedOptimizer` does not know, so that its steps take turns."""
     # Tutorial: optim.SGD, which is compiled to TorchScript: two steps at once lose updates.
 
@@ -191,6 +184,7 @@ def train_step(net, opt, data, target, args):
         model_output = net(data)
         loss = F.nll_loss(model_output, target)
         dist_autograd.backward(cid, [loss])
+        my_step(net.param_server_rref, args)  # it waits with `bounded`
         opt.step(cid)  # of this trainer's gradients alone: they are in its context
         return loss.item()
 
@@ -199,8 +193,8 @@ def run_training_loop(rank, train_set, test_set, args):
     """On a trainer: all epochs, then the accuracy; the first trainer returns the metrics of all."""
     net = TrainerNet(args)
     param_rrefs = net.get_global_param_rrefs()
-    opt = DistributedOptimizer(SGD, param_rrefs, lr=args.lr)
     server = net.param_server_rref
+    opt = DistributedOptimizer(SGD, param_rrefs, server=server, trainer=rank, lr=args.lr)
     net.train()
     first_epoch = remote_method("get_first_epoch", server)
     server.rpc_sync().all_gather(rank, None)  # all begin together
@@ -221,7 +215,8 @@ def run_training_loop(rank, train_set, test_set, args):
     per_trainer = server.rpc_sync(timeout=0).all_gather(rank, mine)
     if rank != 1:
         return None
-    return {"test_accuracy": get_accuracy(test_set, net), "per_trainer": per_trainer}
+    return {"test_accuracy": get_accuracy(test_set, net), "per_trainer": per_trainer,
+            "staleness": remote_method("get_staleness", server)}
 
 
 def get_accuracy(test_set, model):
@@ -258,8 +253,11 @@ def build_parser():
     add("--epochs", type=count, default=20, metavar="N", help="times a trainer sees its images")
     add("--batch_size", type=count, default=32, metavar="N", help="images of a trainer in a step")
     add("--lr", type=bounded(float, above=0), default=0.03, help="learning rate of SGD")
-    add("--consistency", choices=["async", "lock"], default="async",
-        help="async: all trainers at the same time; lock: one at a time")
+    add("--consistency", choices=["async", "bounded", "lock"], default="async",
+        help="async: all trainers at the same time; lock: one at a time; bounded: all, but no "
+             "gradient is applied whose weights are more than K steps old")
+    add("--max_staleness", type=bounded(int, at_least=0), metavar="K",
+        help="with --consistency bounded (default: 1)")
     parser.add_checkpoint_flags()
     return parser
 

@@ -5,6 +5,7 @@ and the weights after each step. Several trainers come in an order of their own,
 from one generator for all of them: both orders are recorded, so that `check.py` can follow them.
 """
 
+import argparse
 import threading
 import time
 
@@ -19,8 +20,12 @@ from torch.utils.data import TensorDataset
 
 from param_server import main as lesson
 
-EPOCHS, UPDATES, TEST_IMAGES = 2, 8, 510  # updates of all trainers together in each epoch, about
+EPOCHS, BATCH_SIZE = 2, 8  # images, at most
+# Of the first way, and of the others. Updates of all trainers together in each epoch, about; test
+# images, in the first way for more than one batch of the accuracy.
+UPDATES, TEST_IMAGES = (8, 6), (510, 30)
 HEAD_START_S = 0.3
+REST_STEPS, REST_S, REST_AT_MOST_S = 3, 0.2, 10.0
 LAYERS = ("dropout1", "dropout2")
 
 
@@ -31,13 +36,15 @@ class Recording:
     before it and how many had begun at its end. `steps`: context, gradients, weights afterwards.
     `draws` of dropout, in order: context, what it multiplied with. `evaluations`, the forwards
     outside of a context: images, log-probabilities. `events`: forwards and steps, in order.
-    `saved`: the checkpoints. `gathered`: when all trainers had met. `metrics`: what the first
+    `saved`: the checkpoints. `gathered`: when all trainers had met. `rested`: how many steps the
+    others could and did make during the first forward of trainer1. `metrics`: what the first
     trainer returns.
     """
 
     def __init__(self):
         self.forwards, self.steps, self.draws, self.evaluations = [], [], [], []
         self.events, self.saved, self.gathered, self.metrics = [], [], [], None
+        self.rested = None
         self.begun, self.drawing, self.thread = 0, threading.Lock(), threading.local()
 
     def in_order(self, ranks):
@@ -70,11 +77,18 @@ def record_run(rank, world_size, args):
     if rank == 0:
         server = lesson.get_parameter_server(args)
         args.epochs = last_epoch()
-        record_server(server)
+        record_server(server, args)
     else:
         record_trainer()
     lesson.run_worker(rank, world_size, args)
     return recording if rank == 0 else None
+
+
+def smaller(args, way, is_first):
+    """The flags for one way, of a short training."""
+    return argparse.Namespace(**{
+        **vars(args), "consistency": way, "batch_size": min(args.batch_size, BATCH_SIZE),
+        "updates": UPDATES[not is_first], "test_images": TEST_IMAGES[not is_first]})
 
 
 def small_data(args):
@@ -82,11 +96,16 @@ def small_data(args):
     train, test = (half.tensors for half in load_data(args))
     n_trainers = args.world_size - 1
     # Whole batches, a smaller one at the end, and shares that differ by one image.
-    whole = max(2, UPDATES // n_trainers) - 1
+    whole = batches_of_each(args) - 1
     n_images = n_trainers * (whole * args.batch_size + (args.batch_size + 1) // 2) + 1
-    test = [torch.cat([tensor, tensor]) for tensor in test]  # more than one batch of the accuracy
+    test = [torch.cat([tensor, tensor]) for tensor in test]
     return tuple(TensorDataset(images[:number].double(), labels[:number])
-                 for (images, labels), number in ((train, n_images), (test, TEST_IMAGES)))
+                 for (images, labels), number in ((train, n_images), (test, args.test_images)))
+
+
+def batches_of_each(args):
+    """How many steps each trainer makes in an epoch."""
+    return max(2, args.updates // (args.world_size - 1))
 
 
 # --- on a trainer
@@ -127,18 +146,20 @@ def receive(metrics):
     recording.metrics = metrics
 
 
-def record_server(server):
+def record_server(server, args):
     """Set PyTorch's hooks, which see every forward and every step of this process."""
     honest_forward, honest_gather = server.forward, server.all_gather
 
-    def forward(inp):
+    def forward(inp, trainer=None):
         recording.thread.ended, recording.thread.began = len(recording.steps), time.time()
         recording.events.append(("forward", current_context()))
-        return honest_forward(inp)
+        return honest_forward(inp, trainer)
 
     def before_forward(module, _):
         if is_dropout(module):
             recording.drawing.acquire()  # one draw at a time, so that there is an order of them
+        elif type(module).__name__ == "Net" and (current_context() or 0) >> 48 == 1:
+            rest(args)
 
     def after_forward(module, inputs, output):
         if is_dropout(module):
@@ -181,6 +202,23 @@ def record_server(server):
     every_optimizer.register_optimizer_step_pre_hook(before_step)
     every_optimizer.register_optimizer_step_post_hook(after_step)
     checkpoint.save = save  # a check writes over no file
+
+
+def rest(args):
+    """The first forward of trainer1 has read the weights: now the others step, if they may."""
+    others = args.world_size - 2
+    if recording.rested is not None or others == 0:
+        return
+    before = len(recording.steps)
+    may = {"async": REST_STEPS, "bounded": min(REST_STEPS, args.max_staleness), "lock": 0}
+    expected = min(may[args.consistency], others * EPOCHS * batches_of_each(args) - before)
+    recording.rested = {"expected": expected, "made": 0}
+    ends = time.time() + REST_AT_MOST_S
+    while len(recording.steps) < before + expected and time.time() < ends:
+        time.sleep(0.01)
+    if args.consistency != "async":
+        time.sleep(REST_S)  # is there one step too many?
+    recording.rested["made"] = len(recording.steps) - before
 
 
 def current_context():

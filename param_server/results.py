@@ -1,4 +1,6 @@
-"""What `main.py` reports: the metrics, the picture, the last line."""
+"""What `main.py` reports: the metrics, the pictures, the last line."""
+
+import collections
 
 import torch
 from common import picture, report
@@ -9,6 +11,14 @@ WORDS = {
            "y": "loss (nats), mean of {mean} steps", "trainer": "trainer"},
     "ja": {"title": "トレーナー{trainers}個、パラメーターサーバー1個（{consistency}）",
            "x": "時間（秒）", "y": "損失（ナット）、{mean}ステップの平均", "trainer": "トレーナー"},
+}
+STALENESS = {
+    "en": {"title": "How old the weights of a gradient were ({consistency}, mean {age:.2f})",
+           "x": "steps between the forward and its step (staleness)", "y": "gradients",
+           "trainer": "trainer"},
+    "ja": {"title": "勾配を計算した重みの古さ（{consistency}、平均{age:.2f}）",
+           "x": "順伝搬からその勾配による更新までに行われた更新の回数（陳腐化）",
+           "y": "勾配の数", "trainer": "トレーナー"},
 }
 # What a timeline shows (common/tracing.py): the server computes, the trainers wait for it.
 SPANS = {
@@ -31,14 +41,20 @@ def summary(metrics, args):
 
     Args:
         metrics: what the first trainer returns: `test_accuracy`, and for each trainer its rank, the
-            moment it started, and for each epoch its steps (loss, samples, time).
+            moment it started, and for each epoch its steps (loss, samples, time); `staleness`, for
+            each rank how many of its gradients had which.
         args: the parsed flags.
 
     Returns:
-        `test_accuracy`; `epochs`, with the mean loss of all trainers; `consistency`; `updates` of
-        all trainers; `samples_per_s`, None without a step; `per_trainer`.
+        `test_accuracy`; `epochs`, with the mean loss of all trainers; `consistency`, and with
+        "bounded" `max_staleness`; `updates` of all trainers; `samples_per_s`, None without a step;
+        `staleness` of all; `per_trainer`.
     """
+    # From another process it comes as JSON, whose keys are texts.
+    counts = {int(rank): collections.Counter({int(age): n for age, n in counted.items()})
+              for rank, counted in metrics["staleness"].items()}
     per_trainer = [{"rank": trainer["rank"], "started": trainer["started"],
+                    "staleness": histogram(counts.get(trainer["rank"], {})),
                     "times": [step["time"] for epoch in trainer["steps"] for step in epoch],
                     "losses": [[step["loss"] for step in epoch] for epoch in trainer["steps"]],
                     "samples": sum(step["samples"] for epoch in trainer["steps"] for step in epoch)}
@@ -50,9 +66,19 @@ def summary(metrics, args):
     samples = sum(trainer["samples"] for trainer in per_trainer)
     return {"test_accuracy": metrics["test_accuracy"], "epochs": epochs,
             "consistency": args.consistency,
+            **({"max_staleness": args.max_staleness} if args.consistency == "bounded" else {}),
+            "staleness": histogram(sum(counts.values(), collections.Counter())),
             "updates": sum(len(trainer["times"]) for trainer in per_trainer),
             "samples_per_s": samples / (ended - started) if samples else None,
             "per_trainer": per_trainer}
+
+
+def histogram(counts):
+    """Numbers of gradients by staleness, with mean and largest staleness (None without a step)."""
+    n_steps = sum(counts.values())
+    mean = sum(age * count for age, count in counts.items()) / n_steps if n_steps else None
+    return {"histogram": {str(age): counts[age] for age in sorted(counts)},
+            "mean": mean, "max": max(counts, default=None)}
 
 
 def finish(metrics, args):
@@ -60,20 +86,28 @@ def finish(metrics, args):
     metrics = {**summary(metrics, args), "wall_s": metrics["wall_s"]}
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot(metrics, args)
+    if metrics["updates"]:
+        plot_staleness(metrics, args)
     n_trainers = args.world_size - 1
     trainers = "1 trainer" if n_trainers == 1 else f"{n_trainers} trainers"
     speed = (f"{metrics['samples_per_s']:.0f} samples/s" if metrics["samples_per_s"]
              else "nothing left to train")
     print(f"{args.dataset}: test accuracy {metrics['test_accuracy']:.1%} after "
-          f"{metrics['updates']} updates by {trainers} ({args.consistency}): {speed}")
+          f"{metrics['updates']} updates by {trainers} ({in_words(metrics)}): {speed}")
     return metrics
+
+
+def in_words(metrics):
+    """The consistency, with its bound."""
+    suffix = f" by {metrics['max_staleness']}" if "max_staleness" in metrics else ""
+    return metrics["consistency"] + suffix
 
 
 def plot(metrics, args):
     """Draw `loss.png`: the loss of each trainer over time."""
     for axes, words in picture.in_each_language(
             args.output_dir / "loss.png", WORDS, [metrics], trainers=args.world_size - 1,
-            consistency=args.consistency, mean=MEAN_OF):
+            consistency=in_words(metrics), mean=MEAN_OF):
         zero = min(trainer["started"] for trainer in metrics["per_trainer"])
         for trainer in metrics["per_trainer"]:
             seconds = [time - zero for time in trainer["times"]]
@@ -81,6 +115,20 @@ def plot(metrics, args):
             axes.plot(seconds[-len(losses):], losses, linewidth=1.5,
                       label=words["trainer"] + str(trainer["rank"]))
         axes.set_ylim(bottom=0)
+
+
+def plot_staleness(metrics, args):
+    """Draw `staleness.png`: how many gradients of each trainer had which staleness."""
+    width = 0.8 / len(metrics["per_trainer"])
+    for axes, words in picture.in_each_language(
+            args.output_dir / "staleness.png", STALENESS, [metrics],
+            consistency=in_words(metrics), age=metrics["staleness"]["mean"]):
+        for place, trainer in enumerate(metrics["per_trainer"]):
+            ages = {int(age): n for age, n in trainer["staleness"]["histogram"].items()}
+            axes.bar([age + (place + 0.5) * width - 0.4 for age in ages], ages.values(), width,
+                     label=words["trainer"] + str(trainer["rank"]))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlim(-0.6, max(1, metrics["staleness"]["max"]) + 0.6)
 
 
 def smooth(losses):

@@ -54,9 +54,22 @@ class Turns:
 
 @contextlib.contextmanager
 def my_turn(server_rref, args):
-    """With `--consistency lock`, one trainer at a time gets into this block; otherwise all."""
+    """Forward, backward and step of a trainer: let in one at a time (lock), some (bounded), all."""
     if args.consistency == "lock":
         server_rref.rpc_sync().acquire()
-    yield
+    elif args.consistency == "bounded":
+        server_rref.rpc_sync().acquire_read(rpc.get_worker_info().id)
+    try:
+        yield
+    except Exception:
+        if args.consistency == "bounded":  # or others would wait for a step that will not come
+            server_rref.rpc_async().give_up(rpc.get_worker_info().id)
+        raise
     if args.consistency == "lock":
         server_rref.rpc_sync().release()
+
+
+def my_step(server_rref, args):
+    """With `--consistency bounded`, wait until this step makes no other gradient too old."""
+    if args.consistency == "bounded":
+        server_rref.rpc_sync().acquire_step(rpc.get_worker_info().id)

@@ -244,7 +244,7 @@ def plans(args, folder):
     if local and args.checkpoint:
         runs = {"stopped, ": flags(**one, epochs=EPOCHS - 1),
                 "resumed, ": flags(**one, resume=True)}
-    if local and args.world_size == 2:
+    if local and args.world_size == 2 and not args.prefetch:
         half = max(1, args.batch_size // 2)
         runs["two trainers, "] = flags(world_size=3, dropout=0.0, batch_size=half)
     return runs

@@ -61,3 +61,8 @@ def generate(model, language, seed):
             token = output.view(-1).softmax(dim=0).multinomial(1).view(1, 1)
             sample.append(language.vocabulary[int(token)])
     return "".join(sample)
+
+
+def with_sample(metrics, model, language, args):
+    """The metrics; with `--corpus`, beside them "sample", a text of the model."""
+    return metrics | {"sample": generate(model, language, args.seed)} if args.corpus else metrics

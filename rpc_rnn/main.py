@@ -17,6 +17,7 @@ backward and optimizer step each cross the wire, and read like those of a local 
     python rpc_rnn/main.py                            a synthetic language of known entropy
     python rpc_rnn/main.py --corpus README.ja.md      any text, in any script
     python rpc_rnn/main.py --world_size 3             two trainers, one set of tables
+    python rpc_rnn/main.py --prefetch                 fewer round trips: prefetch.py
     python rpc_rnn/main.py --check                    the same numbers as one process?
     torchrun --nproc_per_node 2 rpc_rnn/main.py       under torchrun
 
@@ -38,9 +39,9 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from rpc_rnn import results, saving
+from rpc_rnn import prefetch, results, saving
 from rpc_rnn.data import columns, get_next_batch, load_language
-from rpc_rnn.evaluation import evaluate, generate, set_mode
+from rpc_rnn.evaluation import evaluate, set_mode, with_sample
 from rpc_rnn.several_trainers import average_table_gradients, the_only
 
 OPTIMIZERS = {"sgd": optim.SGD, "adam": optim.Adam}
@@ -117,13 +118,14 @@ class RNNModel(nn.Module):
 
     def forward(self, input, hidden):
         """Tokens (T, B) and a state to scores (T, B, ntoken) and the next state."""
-        # Pass the input to the remote embedding table and get the embeddings back.
-        # Tutorial: _remote_method(EmbeddingTable.forward, ...), which RRefs have as rpc_sync().
-        emb = self.emb_table_rref.rpc_sync().forward(input)
-        output, hidden = self.rnn(emb.to(self.device), hidden)
+        output, hidden = self.rnn(self.look_up(input).to(self.device), hidden)
         # Pass the output to the remote decoder and get the scores back.
-        decoded = self.decoder_rref.rpc_sync().forward(output.cpu())
-        return decoded, hidden
+        return self.decoder_rref.rpc_sync().forward(output.cpu()), hidden
+
+    def look_up(self, input):
+        """Pass the input to the remote embedding table and get the embeddings back."""
+        # Tutorial: _remote_method(EmbeddingTable.forward, ...), which RRefs have as rpc_sync().
+        return self.emb_table_rref.rpc_sync().forward(input)
 
     def parameter_rrefs(self):
         """RRefs of all parameters: of the embedding table, the LSTM here, the decoder."""
@@ -135,8 +137,7 @@ class RNNModel(nn.Module):
 
     def init_hidden(self, batch_size):
         """The state before the first token: twice (nlayers, B, nhid)."""
-        shape = (self.nlayers, batch_size, self.nhid)
-        return torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device)
+        return torch.zeros(2, self.nlayers, batch_size, self.nhid, device=self.device).unbind()
 
 
 def _parameter_rrefs(module):
@@ -153,8 +154,9 @@ def run_trainer(rank, world_size, args):
                      args.seed, args.device)
     # One optimizer for parameters anywhere; of several trainers, the first one's has the tables.
     param_rrefs = model.parameter_rrefs() if rank == 1 else _parameter_rrefs(model.rnn)
-    optimizers = saving.OPTIMIZERS_WITH_STATE if args.checkpoint else OPTIMIZERS
+    optimizers = saving.OPTIMIZERS_WITH_STATE if args.checkpoint or args.prefetch else OPTIMIZERS
     opt = DistributedOptimizer(optimizers[args.optimizer], param_rrefs, lr=args.lr)
+    opt, pieces = prefetch.rung(model, opt) if args.prefetch else (opt, get_next_batch)
     criterion = nn.CrossEntropyLoss()
     epochs, initial = saving.restore(model, opt, rank, args) if args.resume else ([], None)
     initial = evaluate(model, criterion, val_table, args.bptt) if initial is None else initial
@@ -165,7 +167,7 @@ def run_trainer(rank, world_size, args):
         # A seed for the dropout of each epoch: a resumed training goes on as if never stopped.
         set_mode(model, training=True, seed=1_000_000 * args.seed + 1000 * epoch, rank=rank)
         hidden, losses, started = model.init_hidden(args.batch_size), [], time.perf_counter()
-        for data, target in get_next_batch(train_table, args.bptt):
+        for data, target in pieces(train_table, args.bptt):
             # The context holds the gradients of this step, on the trainer and on the server.
             with dist_autograd.context() as context_id:
                 # Tutorial: detach_(), which views refuse. The values go on, their history ends.
@@ -190,14 +192,11 @@ def run_trainer(rank, world_size, args):
         epochs.append({"loss": results.mean_loss(losses), "val_loss": val_loss})
         if rank == 1:
             results.log_epoch(role_name(rank, world_size), epochs)
-            if args.checkpoint:
-                saving.save(model, opt, epochs, initial, language, args)
+            saving.save(model, opt, epochs, initial, language, args)
     bar.close()
     steps = (args.epochs - resumed) * n_steps
     metrics = results.summary(epochs, initial, language, steps, train_s, round_trips)
-    if rank == 1 and args.corpus:
-        metrics["sample"] = generate(model, language, args.seed)
-    return metrics if rank == 1 else None
+    return with_sample(metrics, model, language, args) if rank == 1 else None
 
 
 def run_worker(rank, world_size, args):
@@ -231,6 +230,7 @@ def build_parser():
         help="of embeddings and states; small texts need some")
     add("--lr", type=bounded(float, above=0), default=0.005, help="learning rate")
     add("--optimizer", choices=OPTIMIZERS, default="adam", help="on every owner of parameters")
+    add("--prefetch", action="store_true", help="the server steps and looks up in one RPC")
     parser.add_checkpoint_flags()
     return parser
 

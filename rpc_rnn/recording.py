@@ -141,9 +141,13 @@ def look_up(part_rref, what, context_id):
 
 
 def tensors_of(module, what, context_id):
-    """Copies of the weights, or of the gradients that there are in the context, by name."""
+    """Copies of the weights, or of the gradients, by name.
+
+    Gradients are in the context; with `--prefetch`, those of the table are in `.grad`.
+    """
     tensors = dict(module.named_parameters())
     if what == "gradients":
         gradients = dist_autograd.get_gradients(context_id)
-        tensors = {name: gradients[param] for name, param in tensors.items() if param in gradients}
+        tensors = {name: gradients.get(param, param.grad) for name, param in tensors.items()}
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}

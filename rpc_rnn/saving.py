@@ -9,6 +9,7 @@ from common.cli import given, refuse, starts_rank
 from torch import nn, optim
 from torch.distributed import rpc
 
+from rpc_rnn import prefetch
 from rpc_rnn.data import require_language, require_model
 
 PARTS = ("emb_table", "rnn", "decoder")  # the first word of a weight's name
@@ -65,6 +66,7 @@ def require_inputs(args):
         SystemExit: 2 after one line.
     """
     if starts_rank(args, 1) or not starts_rank(args, 0):  # the server needs none of it
+        prefetch.require_one_trainer(args)
         language = require_language(args)
         require_model(language, args)
         _inspect(args, language)
@@ -94,7 +96,9 @@ def _inspect(args, language):
 
 
 def save(model, opt, epochs, initial_val_loss, language, args):
-    """Write the model and the optimizers' states, from wherever they are, on this machine."""
+    """With `--checkpoint`, write the model and the optimizers' states, from wherever they are."""
+    if not args.checkpoint:
+        return
     states = [rpc.rpc_sync(local.owner(), _optimizer_state, args=(local,))
               for local in opt.remote_optimizers]
     checkpoint.save(args, {

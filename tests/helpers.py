@@ -50,12 +50,10 @@ def commands_in(readme, start="python "):
     return [shlex.split(line, comments=True) for line in lines if line.startswith(start)]
 
 
-def run(command, folder, cold=False, **options):
+def run(command, folder, cold=False, env=None, **options):
     """Run a command to its end in `folder`; `cold`: with a Python that is started anew, not forked."""
-    if cold:
-        options["env"] = {**os.environ, "RPC_TRANSPORTS": "", **options.get("env", {})}
-    start = subprocess.Popen if cold else warm.Popen
-    with start(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+    with _start(cold)(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                      env=_environment(cold, env or os.environ), **options) as process:
         try:
             out, err = process.communicate(timeout=LIMIT_S)
         except BaseException:
@@ -71,9 +69,9 @@ def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subproce
     Its temporary files go to `folder/tmp`, so that a test can see whether any is left. For `cold` see `run`.
     """
     (folder / "tmp").mkdir(exist_ok=True)
-    process = (subprocess.Popen if cold else warm.Popen)(
+    process = _start(cold)(
         command, cwd=folder, stdout=stdout, stderr=stderr, text=True, start_new_session=True,
-        env={**os.environ, "TMPDIR": str(folder / "tmp")},
+        env=_environment(cold, {**os.environ, "TMPDIR": str(folder / "tmp")}),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
     )  # fmt: skip
     try:
@@ -87,6 +85,15 @@ def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subproce
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def _start(cold):
+    return subprocess.Popen if cold else warm.Popen
+
+
+def _environment(cold, environ):
+    """Without what tests/conftest.py has set, if the program is to run as it does for a user."""
+    return {name: value for name, value in environ.items() if not (cold and name == "RPC_TRANSPORTS")}
 
 
 def end(process, within_s=20):
@@ -114,15 +121,19 @@ def workers(process):
     return children(servers[0]) if servers else [pid for pid, command in commands.items() if "spawn_main" in command]
 
 
-def nothing_left(process, folder):
-    """Assert that no process of the run's session lives and that its temporary folder is empty."""
+def nothing_left(process, folder, *beside):
+    """Assert that no process of the runs' sessions lives and that their temporary folder is empty.
+
+    `beside`: further runs in that folder, which may end a moment later.
+    """
+    sessions = {run.pid for run in (process, *beside)}
     deadline = time.monotonic() + 15  # a fork server whose launcher was killed finishes its imports first
-    while session := [pid for pid in _processes() if _session(pid) == process.pid and _state(pid) != "Z"]:
-        assert time.monotonic() < deadline, f"still running: {session}"
+    while alive := [pid for pid in _processes() if _session(pid) in sessions and _state(pid) != "Z"]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
         time.sleep(0.05)
     theirs = ("torchinductor_", "torchelastic_")  # a cache of torch, and the logs of torchrun
-    ours = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(theirs)]
-    assert ours == []
+    ours = [str(path) for path in (folder / "tmp").iterdir() if not path.name.startswith(theirs)]
+    assert ours == [], ours
     assert [path for path in folder.rglob(".*.tmp")] == []
 
 

@@ -3,6 +3,7 @@
 import json
 import struct
 import threading
+from argparse import Namespace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from common.session import wait_all
 from torch.futures import Future
 
 from batch_rl import main as batch_rl
+from batch_rl.vector_agent import Environments, VectorAgent
 from benchmarks import batch_rl as benchmark
+from benchmarks import one_process
 from tests.helpers import bad, commands_in, end, run, running, script, torchrun
 
 MAIN = "batch_rl/main.py"
@@ -102,6 +105,31 @@ def test_returns():
     assert returns([1, 1], False, gamma=1.0) == [102.0, 101.0]  # at most as long as an episode
 
 
+@pytest.mark.parametrize("kind", ["vector", "sync"])
+def test_a_reset_is_no_step(kind):
+    """Always to the right: the pole falls after about nine steps, and the step after that only resets."""
+    environments = Environments(3, kind)
+    environments.reset(n_steps=40, seed=0)
+    for step in range(40):
+        environments.step(step, bytes([1, 1, 1]))
+    returns, first_lengths = environments.returns(gamma=0.5)
+    resets = environments.terminated[:-1].T
+    assert resets.sum() >= 6
+    assert (returns[:, 1:].isnan().numpy() == resets).all()
+    assert not returns[:, 0].isnan().any()
+    fell = torch.tensor(environments.terminated.T)
+    assert (returns[fell] == 1).all()  # nothing follows a fall
+    assert [row.nonzero()[0].item() + 1 for row in fell] == first_lengths.tolist()
+
+
+def test_late_names_who_keeps_a_group_waiting():
+    agent = object.__new__(VectorAgent)
+    agent.ob_rrefs = [None] * 3
+    for waiting, late in (([{0, 2}], {1}), ([{0, 2}, {0, 1, 2}], {1}), ([{0, 2}, set()], {1}), ([set(), set()], {0, 1, 2})):
+        agent.groups = [Namespace(states=dict.fromkeys(who)) for who in waiting]
+        assert agent.late() == late
+
+
 def test_wait_all_raises_at_once():
     never, failed = Future(), Future()
     failed.set_exception(ValueError("observer2 is gone"))
@@ -121,12 +149,14 @@ def test_wait_all_raises_at_once():
 ])
 def test_check_passes(flags, capfd, tmp_path):
     differences = batch_rl.main(["--check", "--output_dir", str(tmp_path), *flags])
-    for which in ("train, plain agent", "compare, fast agent", "compare, plain agent"):
+    for which in ("train, plain agent", "compare, fast agent", "compare, plain agent",
+                  "compare, vector environments", "train, double buffering"):
         assert differences[f"{which}, states"] == differences[f"{which}, actions"] == 0
+        assert differences[f"{which}, returns"] < 1e-12
         assert differences[f"{which}, gradients"] < 1e-9
         assert differences[f"{which}, weights"] < 1e-9
     out, err = capfd.readouterr()
-    assert out.count(": ok\n") == len(differences) == 37
+    assert out.count(": ok\n") == len(differences) == 73
     assert err == ""
 
 
@@ -151,7 +181,7 @@ def test_compare(tmp_path):
 
 def test_it_learns_and_one_seed_gives_one_training(tmp_path):
     """Also that observers play in different environments: with equal ones all rewards would be whole numbers."""
-    flags = ["--mode", "train", "--observers", 2, "--envs_per_observer", 8, "--num_steps", 100]
+    flags = ["--mode", "train", "--observers", 2, "--envs_per_observer", 8, "--envs", "plain", "--num_steps", 100]
     flags = [*map(str, flags), "--reward_threshold", "40", "--output_dir", str(tmp_path)]
     first, second = (batch_rl.main([*flags, "--max_episodes", episodes]) for episodes in ("60", "3"))
     assert first["solved"]
@@ -164,11 +194,34 @@ def test_it_learns_and_one_seed_gives_one_training(tmp_path):
     assert min(width, height) > 300
 
 
+@pytest.mark.parametrize("flags", [["--envs", "vector"], ["--envs", "sync", "--double_buffering"]])
+def test_one_seed_gives_one_training_to_the_last_digit(flags, tmp_path):
+    """Rewards of many episodes, which depend on all digits of the weights; also that it learns."""
+    flags = [*flags, "--mode", "train", "--observers", "2", "--envs_per_observer", "8", "--num_steps", "60", "--reward_threshold", "45"]
+    first, second = (batch_rl.main([*flags, "--output_dir", str(tmp_path)]) for _ in range(2))
+    assert first["solved"]
+    assert first["episodes"] > 5
+    assert first["rewards"] == second["rewards"]
+    # The step in which an environment resets is not counted.
+    every = first["episodes"] * 60 * 16
+    assert 0.9 * every < first["env_steps"] < every
+
+
 def test_benchmark(tmp_path):
-    flags = ["--observers", "2", "--envs_per_observer", "3", "--num_steps", "30", "--num_episode", "2"]
+    flags = ["--observers", "2", "--envs_per_observer", "4", "--num_steps", "30", "--num_episode", "2"]
     metrics = benchmark.main([*flags, "--output_dir", str(tmp_path)])
-    assert len(metrics["medians"]) == 4
+    assert len(metrics["medians"]) == 9
     assert min(metrics["medians"].values()) > 0
+    assert metrics["double_buffering_gain"].keys() == {"batched", "single"}
+
+
+def test_one_process(tmp_path):
+    flags = ["--num_envs", "8", "32", "--num_steps", "60", "--output_dir", str(tmp_path)]
+    metrics = one_process.main([*flags, "--num_episode", "1"])
+    assert [row["num_envs"] for row in metrics["rows"]] == [8, 32]
+    assert min(row["env_steps_per_s"] for row in metrics["rows"]) > 0
+    metrics = one_process.main([*flags, "--mode", "train", "--lr", "0.02", "--reward_threshold", "45"])
+    assert all(row["solved"] for row in metrics["rows"])
 
 
 # --- how it is started
@@ -210,6 +263,10 @@ def test_two_terminals(free_port, tmp_path):
     bad("--mode", "train", "--observers", "2", "5", says=("--observers 2 5", "a single number", "train")),
     bad("--check", "--observers", "2", "5", says=("--observers 2 5", "a single number", "--check")),
     bad("--mode", "train", "--num_steps", "400", says=("--num_steps", "400", "475")),
+    bad("--agent", "plain", "--envs", "vector", says=("--envs vector", "--agent fast")),
+    bad("--double_buffering", "--envs", "plain", says=("--double_buffering", "--envs plain")),
+    bad("--double_buffering", "--agent", "plain", says=("--double_buffering", "--agent plain")),
+    bad("--double_buffering", "--envs_per_observer", "3", says=("--double_buffering", "--envs_per_observer 3", "odd")),
     bad("--mode", "learn", says=("--mode", "learn", "compare")),
     *(bad("--gamma", value, says=("--gamma", value, "at most 1")) for value in ("1.5", "nan")),
     bad("--lr", "0", says=("--lr", "0", "above 0")),

@@ -59,6 +59,8 @@ PROGRAMS = [
             {"agent": "batch_rl.main:Agent.finish_episode", "observer1": "batch_rl.main:Observer.run_episode"}),
     Program("ddp_rpc_hybrid.main", "--epochs 100000", "trainer0 trainer1 master ps",
             {"trainer1": "ddp_rpc_hybrid.main:HybridModel.forward", "ps": "torch.nn:EmbeddingBag.forward"}),
+    Program("ddp_rpc_hybrid.sharded_table", "--epochs 100000", "trainer0 trainer1",
+            {"trainer1": "ddp_rpc_hybrid.sharded_table:AllToAllTable.forward"}),
     Program("param_server.main", "--epochs 100000", "parameter_server trainer1 trainer2",
             {"parameter_server": "param_server.async_server:AsyncParameterServer.forward",
              "trainer2": "param_server.main:train_step"}),
@@ -70,19 +72,23 @@ PROGRAMS = [
             {"ps": "rpc_rnn.main:EmbeddingTable.forward", "trainer2": "rpc_rnn.main:RNNModel.forward"}),
     Program("model_parallel_resnet.main", "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000",
             "master worker1 worker2",
-            {"master": "model_parallel_resnet.main:DistResNet50.forward",
+            {"master": "model_parallel_resnet.early_backward:EarlyResNet50.forward",
              "worker2": "model_parallel_resnet.main:ResNetShard2.forward"}),
     Program("model_parallel_resnet.schedules", "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000",
             "stage0 stage1", {"stage1": "model_parallel_resnet.schedules:Pipeline.train_step"}),
     Program("ddp_basic.main", "--demo basic --steps 10000000", "rank0 rank1",
             {"rank1": "ddp_basic.main:report.require_finite"}),
     Program("ddp_basic.elastic", "--epochs 100000", "rank0 rank1", {"rank1": "ddp_basic.elastic:train_epoch"}),
+    Program("ddp_basic.fsdp", "--sharding full --model toy --epochs 100000 --world_size 2", "rank0 rank1",
+            {"rank1": "ddp_basic.fsdp:batches_of"}),
     Program("p2p_collectives.main", "--demo collectives --world_size 3", "rank0 rank1 rank2",
             {"rank2": "p2p_collectives.main:numbers"}),
     Program("p2p_collectives.train", "--epochs 100000 --sync per_parameter", "rank0 rank1",
             {"rank1": "p2p_collectives.train:average_gradients"}),
     Program("p2p_collectives.ring_allreduce", "--sizes 65536 --repeats 1000000 --world_size 2", "rank0 rank1",
             {"rank1": "p2p_collectives.fast_ring:RingAllReduce.__call__"}),
+    Program("p2p_collectives.shared_memory", "--sizes 65536 --repeats 1000000 --world_size 2", "rank0 rank1",
+            {"rank1": "p2p_collectives.shared_memory:SharedMemory.all_reduce"}),
     Program("p2p_collectives.init_methods", "--method file --world_size 2", "rank0 rank1",
             {"rank1": "tests.sabotage:nothing"}),
 ]
@@ -168,7 +174,19 @@ def clean(tmp_path, monkeypatch):
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_fault_of_a_rank(program, fault, clean, tmp_path, capfd):
     """Whoever fails, however: the run ends everywhere, and names the role at fault."""
-    roles = program.raises if fault == "exception" else program.roles.split()
+    ends(program, fault, program.raises if fault == "exception" else program.roles.split(), tmp_path, capfd)
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "exception"])
+def test_fault_while_others_wait(fault, clean, tmp_path, capfd):
+    """With `--consistency bounded`, trainers wait for each other's steps: those of this one will not come."""
+    program = next(program for program in PROGRAMS if program.lesson == "param_server.main")
+    program = program._replace(flags=f"{program.flags} --consistency bounded --max_staleness 0")
+    ends(program, fault, ["trainer2"], tmp_path, capfd)
+
+
+def ends(program, fault, roles, tmp_path, capfd):
+    """A run for each role, in which it fails, all at the same time: every run ends, and names that role."""
     runs = [Run(program, tmp_path, fault, role) for role in roles]
     threads = [threading.Thread(target=run.disturb, daemon=True) for run in runs]
     for thread in threads:

@@ -1,6 +1,6 @@
-"""What ends a run that was started otherwise: by hand in several terminals, under torchrun; and real launchers.
+"""Faults of programs that are started as commands: manual launch, torchrun, and a launcher that gets a signal.
 
-The table of programs, and what is expected of them, is that of tests/test_faults.py.
+The table of programs is in tests/test_faults.py.
 """
 
 import contextlib

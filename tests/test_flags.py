@@ -39,21 +39,28 @@ PROGRAMS = {
     "batch_rl.main": ["launch"],
     "benchmarks.batch_rl": ["launch"],
     "benchmarks.ddp_rpc_hybrid": ["train"],
+    "benchmarks.ddp_rpc_hybrid_tables": ["train"],
+    "benchmarks.growth": ["measure"],
     "benchmarks.model_parallel_resnet": ["keep_memory"],
     "benchmarks.param_server": ["launch"],
+    "benchmarks.param_server_trainers": ["measure"],
+    "benchmarks.one_process": ["measure"],
     "benchmarks.rpc_rl": ["launch"],
     "benchmarks.rpc_rl_seeds": ["train"],
     "benchmarks.rpc_rnn": ["launch"],
     "benchmarks.start": ["measure"],
     "ddp_basic.elastic": ["launch"],
+    "ddp_basic.fsdp": ["launch"],
     "ddp_basic.main": ["launch"],
     "ddp_rpc_hybrid.main": ["launch"],
+    "ddp_rpc_hybrid.sharded_table": ["launch"],
     "model_parallel_resnet.main": ["launch"],
     "model_parallel_resnet.schedules": ["launch"],
     "model_parallel_resnet.single_machine": ["train_toy"],
     "p2p_collectives.init_methods": ["launch"],
     "p2p_collectives.main": ["launch"],
     "p2p_collectives.ring_allreduce": ["launch"],
+    "p2p_collectives.shared_memory": ["launch"],
     "p2p_collectives.train": ["launch"],
     "param_server.batch_update": ["launch"],
     "param_server.main": ["launch"],
@@ -335,8 +342,9 @@ def test_the_first_rank_of_a_machine_says_what_is_its_machines(name, flags, stub
 
 @functools.cache
 def with_flag(flag):
-    """The programs that have it."""
-    return [name for name in PROGRAMS if flag in parser_of(name)._option_string_actions]
+    """The programs that have it, for a file if it is --checkpoint: that of fsdp.py is a folder (test_fsdp.py)."""
+    return [name for name in PROGRAMS if flag in parser_of(name)._option_string_actions
+            and (name, flag) != ("ddp_basic.fsdp", "--checkpoint")]
 
 
 FILES = ("--checkpoint", "--corpus", "--file")
@@ -391,6 +399,7 @@ def test_known_bad_input(flag, value, says, stubbed):
     ("param_server.batch_update", ["--batch_size", LARGE]),
     ("rpc_rnn.main", ["--nhid", "1000", "--nlayers", "1000"]),
     ("ddp_rpc_hybrid.main", ["--num_embeddings", "100000000"]),
+    ("ddp_rpc_hybrid.sharded_table", ["--num_embeddings", "100000000"]),
     ("ddp_basic.main", ["--world_size", "50", "--local_batch_size", "10000000"]),
 ])
 def test_more_than_the_memory(name, flags, stubbed):
@@ -576,7 +585,7 @@ def test_why_not_here():
 
 # A system that says it is Windows, from when torch and what it needs have been imported.
 WINDOWS = """
-import gymnasium, io, runpy, sys, torch, torch.distributed, torch.distributed.autograd
+import gymnasium, io, runpy, sys, torch, torch.distributed, torch.distributed.autograd, torch.distributed.checkpoint
 from contextlib import redirect_stderr
 
 sys.platform = "win32"

@@ -62,6 +62,7 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
     "rpc_rl/main.py": ((1, 1), "--max_episodes 2"),
     "batch_rl/main.py": ((1, 1), "--num_episode 1 --num_steps 20"),
     "ddp_rpc_hybrid/main.py": ((2, 2), "--epochs 2"),
+    "ddp_rpc_hybrid/sharded_table.py": ((1, 1), "--epochs 2"),
     "param_server/main.py": ((1, 1), "--epochs 1"),
     "param_server/batch_update.py": ((1, 1), "--arch resnet18 --image_size 32 --num_updates 2"),
     "rpc_rnn/main.py": ((1, 1), "--epochs 1"),
@@ -69,9 +70,11 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
     "model_parallel_resnet/schedules.py": ((1, 1), "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 1"),
     "ddp_basic/main.py": ((1, 1), ""),
     "ddp_basic/elastic.py": ((1, 1), "--epochs 1"),
+    "ddp_basic/fsdp.py": ((1, 1), "--model toy --epochs 1"),
     "p2p_collectives/main.py": ((1, 1), ""),
     "p2p_collectives/train.py": ((1, 1), "--epochs 1"),
     "p2p_collectives/ring_allreduce.py": ((1, 1), "--sizes 65536 --repeats 1"),
+    "p2p_collectives/shared_memory.py": ((2, 2), "--sizes 65536 --repeats 1"),
     "p2p_collectives/init_methods.py": ((1, 1), "--method env"),
 }
 RPC = ["rpc_rl/main.py", "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "param_server/main.py",
@@ -115,8 +118,7 @@ def test_across_machines(path, way, machines, port, tmp_path):
             # torch's C++ says that it finds no name for these addresses: there is no name server here.
             lines = [line for _, err in ended for line in err.splitlines() if "hostname of the client" not in line]
             assert lines == []
-        for run in runs:
-            nothing_left(run, tmp_path)
+        nothing_left(runs[0], tmp_path, *runs[1:])
 
 
 @pytest.mark.parametrize("way", ["torchrun", "manual"])
@@ -139,6 +141,6 @@ def test_cut_cable(path, for_ever, roles, way, machines, port, tmp_path):
                 pattern = rf"error: rank {unreachable} \({roles[unreachable]}\) cannot be reached: no sign of life for"
                 assert len(errors) == 1, err
                 assert re.match(pattern, errors[0]), err
-                nothing_left(run, tmp_path)
+            nothing_left(here, tmp_path, there)
     finally:
         machines.mend()

@@ -10,7 +10,7 @@ import torch
 from common.session import device_for
 
 from benchmarks import model_parallel_resnet as benchmark
-from model_parallel_resnet import check, measuring, schedules, schedules_check
+from model_parallel_resnet import bubble, check, measuring, schedules, schedules_check
 from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet.main import DistResNet50, ResNetShard1, ResNetShard2
 from tests.helpers import bad, commands_in, end, run, running, script, torchrun
@@ -18,6 +18,7 @@ from tests.helpers import bad, commands_in, end, run, running, script, torchrun
 MAIN, SCHEDULES = "model_parallel_resnet/main.py", "model_parallel_resnet/schedules.py"
 SMALL = ["--arch", "resnet18", "--image_size", "64", "--batch_size", "8"]
 BRIEF = [*SMALL, "--num_splits", "1", "4", "--num_batches", "1"]
+WHOLE = ["--backward", "whole"]  # the tutorial's order of the work
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -130,12 +131,55 @@ def test_devices(monkeypatch):
     assert devices == {0: ["cpu", "cpu"], 1: ["cuda:0", "cuda:0"], 2: ["cuda:1", "cuda:0"]}
 
 
+# --- the analysis
+
+
+def made_up_batch(*spans):
+    """Spans (kind, micro-batch, start, end), and the parts of two workers in a batch from 0 to 20."""
+    return {worker: [{"kind": kind, "labels": {} if number is None else {"micro_batch": number},
+                      "start": float(start), "end": float(end)} for kind, number, start, end in of_worker]
+            for worker, of_worker in zip(("worker1", "worker2"), spans, strict=True)}
+
+
+def parts(spans):
+    """What is not 0."""
+    return {worker: {part: seconds for part, seconds in of_worker.items() if seconds}
+            for worker, of_worker in bubble.parts_of(spans, ["worker1", "worker2"], (0, 20)).items()}
+
+
+def test_the_parts_of_a_batch():
+    """All forwards, then all backwards: who waits for what, and since when the message is on its way."""
+    spans = made_up_batch(
+        [("forward", 0, 1, 3), ("forward", 1, 3, 5), ("backward", 0, 11, 13), ("backward", 1, 14, 16),
+         ("step", None, 17, 18)],
+        [("forward", 0, 4, 5), ("forward", 1, 6, 7), ("backward", 0, 8, 10), ("backward", 1, 10, 12),
+         ("add", None, 12, 13), ("step", None, 17, 18)])
+    assert parts(spans) == {
+        # The master's send; gradient 0 is ready at 10, gradient 1 at 12, before worker1 wants it; answers.
+        "worker1": {"forward": 4, "backward": 4, "turn": 5, "step": 1, "messages": 1 + 1 + 1 + 1 + 2},
+        # Features 0 are ready at 3; 1 at 5; its own outputs go to the master and come back as gradients.
+        "worker2": {"first": 3, "forward": 2, "backward": 4, "step": 2, "last": 3, "messages": 1 + 1 + 1 + 1 + 2}}
+
+
+def test_the_parts_of_a_batch_with_two_pieces_at_a_time():
+    """A moment with a forward and a backward counts once."""
+    spans = made_up_batch(
+        [("forward", 0, 0, 4), ("forward", 1, 4, 8), ("backward", 0, 6, 10), ("backward", 1, 15, 19),
+         ("step", None, 19, 20)],
+        [("forward", 0, 4, 5), ("backward", 0, 5, 6), ("forward", 1, 9, 12), ("backward", 1, 11, 14)])
+    assert parts(spans) == {
+        "worker1": {"forward": 6, "both": 2, "backward": 6, "between": 4, "messages": 1, "step": 1},
+        "worker2": {"first": 4, "forward": 3, "both": 1, "backward": 3, "between": 2, "messages": 1 + 1,
+                    "last": 5}}
+
+
 # --- the oracle
 
 
 @pytest.mark.parametrize(("main", "flags"), [
-    (rpc_pipeline.main, ["--num_splits", "3"]), (schedules.main, ["--num_splits", "2"]),
-    (schedules.main, ["--num_splits", "2", "--schedule", "1f1b"])], ids=["rpc", "gpipe", "1f1b"])
+    (rpc_pipeline.main, ["--num_splits", "3"]), (rpc_pipeline.main, ["--num_splits", "3", *WHOLE]),
+    *((schedules.main, ["--num_splits", "2", "--schedule", name]) for name in schedules.SCHEDULES)],
+    ids=["rpc", "rpc-whole", *schedules.SCHEDULES])
 def test_check_passes(main, flags, capfd, tmp_path):
     differences = main(["--check", "--arch", "resnet18", *flags, "--output_dir", str(tmp_path)])
     assert {"data", "micro-batches", "outputs", "losses", "weights", "running statistics", "layers",
@@ -177,7 +221,7 @@ def run_with_plain_optimizer(rank, world_size, args):
 
 def record_without_scaling(rank, world_size, args):
     unscaled = partial(schedules.ScheduleGPipe, scale_grads=False)
-    schedules.ScheduleGPipe = schedules.SCHEDULES["gpipe"] = unscaled
+    schedules.ScheduleGPipe, schedules.SCHEDULES["gpipe"] = unscaled, (unscaled, [[0], [1]])
     return honest_schedules_record(rank, world_size, args)
 
 
@@ -192,7 +236,8 @@ honest_record, honest_schedules_record = check.record, schedules_check.record
 def test_check_sees_a_plain_optimizer(tmp_path, capfd, monkeypatch):
     """With distributed autograd the gradients are in the context, not in `.grad`: the step is silent, and no step."""
     monkeypatch.setattr(check, "record", record_with_plain_optimizer)
-    out, _ = failed(rpc_pipeline.main, ["--check", "--arch", "resnet18", "--num_splits", "1"], tmp_path, capfd)
+    flags = ["--check", "--arch", "resnet18", "--num_splits", "1", *WHOLE]
+    out, _ = failed(rpc_pipeline.main, flags, tmp_path, capfd)
     said = verdicts(out)
     assert said["data"] == "ok"
     assert said["weights"] == "FAIL"
@@ -267,6 +312,26 @@ def under_torchrun(tmp_path_factory):
     return run(torchrun(3, MAIN, *BRIEF), folder), folder
 
 
+def test_zero_bubble_v(tmp_path, capfd, monkeypatch):
+    """Both quarters of a rank have had all micro-batches; the gradients of the weights are computed apart."""
+    monkeypatch.chdir(tmp_path)
+    schedules.main([*BRIEF, "--timeline", "--schedule", "zero_bubble_v"])
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "[stage0] batch 1  splits 4" in out  # in a V, rank 0 has the first and the last stage
+    metrics = rows_of(tmp_path, "model_parallel_resnet/schedules")
+    assert (metrics["schedule"], metrics["stages_per_rank"]) == ("zero_bubble_v", 2)
+    events = json.loads((tmp_path / "outputs/model_parallel_resnet/schedules/timeline.json").read_text())["traceEvents"]
+    counts = {}
+    for event in events:
+        if "stage" in event.get("args", {}):
+            key = event["args"]["stage"], event["name"]
+            counts.setdefault(key, []).append(event["args"]["micro_batch"])
+    assert set(counts) == {(stage, kind) for stage in range(4) for kind in ("forward", "backward", "weight gradients")
+                           if (stage, kind) != (0, "weight gradients")}  # torch computes all of stage 0 in one
+    assert all(sorted(numbers) == [0] * 4 + [1, 1, 2, 2, 3, 3] for numbers in counts.values())
+
+
 def require_schedule(folder, schedule):
     metrics = rows_of(folder, "model_parallel_resnet/schedules")
     assert metrics["schedule"] == schedule
@@ -297,13 +362,13 @@ def test_both_ways_learn_the_same(under_torchrun, gpipe):
 def test_run_sees_a_split_size(tmp_path, capfd, monkeypatch):
     """As in the tutorial, where `xs.split` gets the number as a size: the table's first column would be wrong."""
     monkeypatch.setattr(rpc_pipeline, "run_worker", run_with_split_size)
-    _, err = failed(rpc_pipeline.main, BRIEF, tmp_path, capfd)
+    _, err = failed(rpc_pipeline.main, [*BRIEF, *WHOLE], tmp_path, capfd)
     assert "worker1 had 8 micro-batches with --num_splits 1" in err
 
 
 def test_run_sees_a_plain_optimizer(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(rpc_pipeline, "run_worker", run_with_plain_optimizer)
-    _, err = failed(rpc_pipeline.main, BRIEF, tmp_path, capfd)
+    _, err = failed(rpc_pipeline.main, [*BRIEF, *WHOLE], tmp_path, capfd)
     assert "the loss of the same batch has not fallen" in err
 
 
@@ -357,7 +422,8 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "says"), [*BAD, bad("--world_size", 4, says=("--world_size 4 must be 3",))])
+@pytest.mark.parametrize(("flags", "says"), [*BAD, bad("--world_size", 4, says=("--world_size 4 must be 3",)),
+                                             bad("--backward", "late", says=("--backward", "late", "whole"))])
 def test_bad_input(flags, says, refused):
     refused(rpc_pipeline.main, flags, says)
 

@@ -1,7 +1,9 @@
 """Tutorial 6_6."""
 
+import collections
 import itertools
 import json
+import random
 import re
 import struct
 import sys
@@ -15,8 +17,9 @@ from torch.nn import functional as F
 
 from param_server import check as oracle
 from param_server import main as param_server
-from param_server import results
+from param_server import results, turns
 from param_server.async_server import AsyncParameterServer
+from param_server.bounded_server import Bound, BoundedParameterServer
 from param_server.data import get_next_batch
 from tests.helpers import bad, commands_in, end, run, running, script, torchrun
 from tests.test_data import write_mnist
@@ -60,7 +63,7 @@ def test_dropout_of_the_right_kind():
     assert kinds == [torch.nn.Dropout2d, torch.nn.Dropout]
 
 
-SERVERS = [param_server.ParameterServer, AsyncParameterServer]
+SERVERS = [param_server.ParameterServer, AsyncParameterServer, BoundedParameterServer]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -94,7 +97,7 @@ def test_a_step_between_forward_and_backward(server_class):
     with torch.no_grad():
         for param in server.model.parameters():
             param -= 0.01
-    if server_class is AsyncParameterServer:
+    if server_class is not param_server.ParameterServer:
         loss.backward()
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -124,6 +127,116 @@ def test_turns():
     assert acquire(server).done()
 
 
+def test_staleness():
+    """Steps between a trainer's forward and its step, of whichever trainer; others have their own clocks."""
+    server, done = param_server.ParameterServer(parsed("--device", "cpu", "--world_size", 4)), []
+    for what, trainer in (("read", 1), ("read", 2), ("step", 2), ("read", 2), ("read", None), ("step", 2), ("step", 1),
+                          ("read", 3), ("step", 3)):  # fmt: skip
+        if what == "read":
+            server.note_read(trainer)
+        else:
+            server.apply_step(trainer, lambda trainer=trainer: done.append(trainer))
+    assert done == [2, 2, 1, 3]
+    assert server.get_staleness() == {2: {0: 2}, 1: {2: 1}, 3: {0: 1}}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 3, 7, 1000])
+def test_bound(max_staleness):
+    """Many interleavings: nothing is older than K, nobody waits for ever, and nobody without a reason."""
+    for n_trainers, seed in itertools.product((1, 2, 3, 5, 8), range(4)):
+        draw, bound = random.Random(seed), Bound(max_staleness)
+        state, read_at, ages = dict.fromkeys(range(n_trainers), "idle"), {}, []
+        speed = [draw.choice((1, 1, 5, 30)) for _ in state]
+        made = collections.Counter()
+        for _ in range(1000):
+            can = [trainer for trainer in state if not state[trainer].startswith("wants")]
+            assert can, "all wait for each other"
+            (trainer,) = draw.choices(can, [speed[trainer] for trainer in can])
+            before, state[trainer] = state[trainer], {"idle": "wants to read", "may read": "computes",
+                                                      "computes": "wants to step", "may step": "idle"}[state[trainer]]
+            if before == "may read":
+                read_at[trainer] = len(ages)
+                bound.read(trainer)
+            elif before == "may step":
+                ages.append(len(ages) - read_at[trainer])
+                bound.stepped(trainer)
+                made[trainer] += 1
+            elif before == "computes" and draw.random() < 0.02:  # its step fails
+                bound.leave(trainer)
+                state[trainer] = "idle"
+            else:
+                wish = state[trainer].split()[-1]
+                bound.ask(trainer, wish, (trainer, f"may {wish}"))
+            state.update(bound.go_on())
+            in_flight = sorted(bound.read_at.values())
+            assert all(len(ages) - moment + place <= max_staleness for place, moment in enumerate(in_flight))
+        assert max(ages) <= max_staleness
+        assert min(made[trainer] for trainer in state) > 0
+        if n_trainers > max_staleness + 1:
+            assert max(ages) == max_staleness  # as much as is allowed
+
+
+def test_a_large_bound_holds_nobody_back():
+    bound = Bound(1000)
+    for trainer in range(8):
+        bound.ask(trainer, "read", trainer)
+    assert bound.go_on() == list(range(8))
+    for trainer in (3, 3, 3, 1):  # one is much faster than the others
+        bound.ask(trainer, "step", "may step")
+        assert bound.go_on() == ["may step"]
+        bound.stepped(trainer)
+        bound.ask(trainer, "read", "may read")
+        assert bound.go_on() == ["may read"]
+
+
+def train_in_order(server, order):
+    """Steps of trainers in a fixed order, in this process; the weights afterwards."""
+    reference = type("RRef", (), {"local_value": lambda self: server})()
+    optimizers = {trainer: param_server.SGD(server.model.parameters(), server=reference, trainer=trainer, lr=0.1)
+                  for trainer in set(order)}
+    torch.manual_seed(0)  # of the images and of dropout
+    images = torch.randn(4, 1, 28, 28)
+    for trainer in order:
+        optimizers[trainer].zero_grad()
+        F.nll_loss(server(images, trainer), torch.arange(4)).backward()
+        optimizers[trainer].step()
+    return list(server.model.parameters())
+
+
+def test_a_bound_of_0_is_a_lock():
+    """In the same order, the same numbers; and whoever comes in between has to wait."""
+    flags, order = ["--device", "cpu", "--consistency"], [1, 2, 2, 1]
+    bounded = BoundedParameterServer(parsed(*flags, "bounded", "--max_staleness", 0))
+    locked = param_server.ParameterServer(parsed(*flags, "lock"))
+    pairs = zip(train_in_order(bounded, order), train_in_order(locked, order), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert bounded.get_staleness() == locked.get_staleness() == {1: {0: 2}, 2: {0: 2}}
+    read = BoundedParameterServer.acquire_read
+    first, second = read(bounded, 1), read(bounded, 2)
+    assert [turn.done() for turn in (first, second)] == [True, False]
+    assert BoundedParameterServer.acquire_step(bounded, 1).done()
+    bounded.apply_step(1, lambda: None)
+    assert second.done()
+
+
+def test_a_step_that_fails(monkeypatch):
+    """Its forward is not in flight any more: the other trainer, which waits, goes on."""
+    server = BoundedParameterServer(parsed("--device", "cpu", "--consistency", "bounded", "--max_staleness", 0))
+    monkeypatch.setattr(turns.rpc, "get_worker_info", lambda: type("Info", (), {"id": 1}))
+    reference = type("RRef", (), {"rpc_sync": lambda self: server, "rpc_async": lambda self: server})()
+    waiting = []
+
+    def failing_step():
+        with turns.my_turn(reference, server.args):
+            waiting.append(BoundedParameterServer.acquire_read(server, 2))
+            assert not waiting[0].done()
+            raise ValueError("no loss")
+
+    with pytest.raises(ValueError, match="no loss"):
+        failing_step()
+    assert waiting[0].done()
+
+
 def test_all_gather():
     """Every trainer receives the values of all, in the order of the ranks; and again."""
     server = param_server.ParameterServer(parsed("--device", "cpu", "--world_size", 3))
@@ -141,7 +254,10 @@ def test_summary():
 
     metrics = results.summary({"test_accuracy": 0.5, "per_trainer": [
         {"rank": 1, "started": 10.0, "steps": [[step(3.0, 4, 11.0), step(1.0, 2, 12.0)]]},
-        {"rank": 2, "started": 10.5, "steps": [[step(2.0, 4, 15.0)]]}]}, parsed())
+        {"rank": 2, "started": 10.5, "steps": [[step(2.0, 4, 15.0)]]}],
+        "staleness": {1: {2: 1, 0: 1}, 2: {3: 1}}}, parsed())
+    assert metrics["staleness"] == {"histogram": {"0": 1, "2": 1, "3": 1}, "mean": 5 / 3, "max": 3}
+    assert metrics["per_trainer"][0]["staleness"] == {"histogram": {"0": 1, "2": 1}, "mean": 1.0, "max": 2}
     assert metrics["epochs"] == [{"loss": 2.0}]
     assert (metrics["updates"], metrics["samples_per_s"]) == (3, 2.0)
     assert [trainer["samples"] for trainer in metrics["per_trainer"]] == [6, 4]
@@ -151,15 +267,23 @@ def test_summary():
 # --- what it computes
 
 
-COMPARED = ["training images", "updates", "weights read", "dropout", "dropout masks", "losses", "gradients", "weights",
-            "test images", "test log-probabilities", "accuracy", "mean losses", "counts", "moments"]
+def compared(way, trainers, *more):
+    """The names of what `--check` compares."""
+    several = ["overlap"] if trainers > 1 else []
+    return [f"{way}, {what}" for what in [
+        "training images", "updates", *(["turns"] if way == "lock" else []), "weights read", "staleness",
+        "staleness, mean and largest", *(["bound"] if way != "async" else []), *several, "dropout", "dropout masks",
+        "losses", "gradients", "weights", "test images", "test log-probabilities", "accuracy", "mean losses", "counts",
+        "moments", *more]]
 
 
-@pytest.mark.parametrize("flags", [["--world_size", "4"], ["--consistency", "lock"]])
-def test_check_passes(flags, capfd, tmp_path):
+@pytest.mark.parametrize(("flags", "ways"), [
+    (["--world_size", "4"], ["async", "bounded", "lock"]),
+    (["--consistency", "bounded", "--max_staleness", "0"], ["bounded"]),
+])  # fmt: skip
+def test_check_passes(flags, ways, capfd, tmp_path):
     differences = param_server.main(["--check", "--output_dir", str(tmp_path), *flags])
-    turns = ["turns"] if "lock" in flags else []
-    assert list(differences) == [*COMPARED[:2], *turns, *COMPARED[2:]]
+    assert list(differences) == sum((compared(way, 3) for way in ways), [])
     assert max(differences.values()) <= 1e-9
     out, err = capfd.readouterr()
     assert out.count(": ok\n") == len(differences)
@@ -172,8 +296,8 @@ def test_check_of_a_resumed_training(capfd, tmp_path):
     flags = ["--world_size", "2", "--batch_size", "100", "--checkpoint", str(saved), "--output_dir", str(tmp_path)]
     param_server.main([*flags, "--epochs", "1"])
     before = saved.read_bytes()
-    resumed = ["--check", "--resume", *flags]
-    assert list(param_server.main(resumed)) == [*COMPARED, "checkpoints", "last checkpoint"]
+    resumed = ["--check", "--resume", *flags, "--consistency", "lock"]
+    assert list(param_server.main(resumed)) == compared("lock", 1, "checkpoints", "last checkpoint")
     assert saved.read_bytes() == before
     capfd.readouterr()
 
@@ -198,8 +322,8 @@ def test_check_can_fail(capfd, monkeypatch, tmp_path):
         param_server.main(["--check", "--output_dir", str(tmp_path)])
     assert stop.value.code == 1
     out = capfd.readouterr().out
-    assert "[check] weights: first differs at step " in out or "[check] updates: first differs at step " in out
-    assert out.splitlines()[-1].startswith("check FAILED: 3 processes (async) against one process: ")
+    assert re.search(r"^\[check\] async, (weights|updates): first differs at step ", out, re.MULTILINE)
+    assert out.splitlines()[-1].startswith("check FAILED: 3 processes (async, bounded, lock) against one process: ")
 
 
 def test_loss_that_is_not_finite(capfd, tmp_path):
@@ -224,9 +348,13 @@ def test_it_learns(tmp_path):
     assert metrics["samples_per_s"] > 0
     assert [trainer["rank"] for trainer in metrics["per_trainer"]] == [1, 2]
     assert sum(trainer["samples"] for trainer in metrics["per_trainer"]) == 5 * 1437
+    for trainer in metrics["per_trainer"]:
+        assert sum(trainer["staleness"]["histogram"].values()) == 5 * 45
+    assert 0.5 < metrics["staleness"]["mean"] < 1.5  # of N trainers, about N - 1
     assert result.stdout.splitlines()[-1].startswith("digits: test accuracy 9")
-    width, height = struct.unpack(">II", (tmp_path / "outputs/param_server/loss.png").read_bytes()[16:24])
-    assert min(width, height) > 300
+    for picture in ("loss.png", "staleness.png"):
+        width, height = struct.unpack(">II", (tmp_path / "outputs/param_server" / picture).read_bytes()[16:24])
+        assert min(width, height) > 300
 
 
 def test_resume(tmp_path):
@@ -277,6 +405,8 @@ def test_manual_launch(free_port, capfd, monkeypatch, tmp_path):
     *(bad(f"--{flag}", "0", says=(f"--{flag}", "'0'", "at least 1")) for flag in ("epochs", "batch_size")),
     *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "nan")),
     bad("--consistency", "eventual", says=("--consistency", "eventual", "lock")),
+    bad("--consistency", "bounded", "--max_staleness", "-1", says=("--max_staleness", "-1", "at least 0")),
+    bad("--max_staleness", "2", says=("--max_staleness 2 requires --consistency bounded",)),
     bad("--dataset", "cifar", says=("--dataset", "cifar", "mnist")),
     bad("--rank", "3", says=("--rank", "3", "below")),
     bad("--resume", says=("--resume", "--checkpoint")),
@@ -314,6 +444,20 @@ def test_benchmark(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     metrics = json.loads((tmp_path / "outputs/benchmark_param_server/metrics.json").read_text())
     assert min(metrics["ms_per_step"].values()) > 0
+
+
+def test_benchmark_of_the_trainers(tmp_path):
+    write_mnist(tmp_path, {"train": 60, "t10k": 1})
+    flags = ["--trainers", 2, "--epochs", 1, "--batch_size", 4, "--dataset", "mnist", "--data_dir", tmp_path]
+    result = run([sys.executable, "-m", "benchmarks.param_server_trainers", *map(str, flags)], tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    folder = tmp_path / "outputs/benchmark_param_server_trainers"
+    rows = {row["consistency"]: row for row in json.loads((folder / "metrics.json").read_text())["rows"]}
+    assert list(rows) == ["lock", "bounded 1", "async"]
+    assert rows["lock"]["staleness_max"] == 0
+    assert rows["bounded 1"]["staleness_max"] <= 1
+    assert all(row["samples_per_s"] > 0 for row in rows.values())
+    assert (folder / "trainers.png").exists()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the network is on it")

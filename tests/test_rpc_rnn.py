@@ -113,6 +113,29 @@ def test_check_passes_through_a_checkpoint(tmp_path):
     assert not saved.exists()
 
 
+def test_check_passes_with_prefetch(capfd, tmp_path):
+    """Nothing is stale, whatever the masks: bitwise in one epoch and across the border to the next."""
+    differences = rpc_rnn.main(["--prefetch", "--check", "--output_dir", str(tmp_path)])
+    for part in ("table", "LSTM", "decoder"):
+        assert differences[f"gradients in the context, {part}"] <= 1e-9
+        assert differences[f"weights after each step, {part}"] <= 1e-9
+    out, err = capfd.readouterr()
+    assert "5 RPCs of a step, 5 expected" in out
+    assert err == ""
+
+
+def test_prefetch_computes_what_the_plain_protocol_does(tmp_path):
+    """A whole training with dropout; the checkpoint of the one is one of the other."""
+    saved, flags = tmp_path / "run.pt", [*SHORT, "--dropout", "0.3", "--output_dir", str(tmp_path)]
+    plain = rpc_rnn.main([*flags, "--epochs", "2"])
+    rpc_rnn.main([*flags, "--checkpoint", str(saved)])
+    prefetched = rpc_rnn.main([*flags, "--epochs", "2", "--prefetch", "--checkpoint", str(saved), "--resume"])
+    for one, other in zip(plain["epochs"], prefetched["epochs"], strict=True):
+        assert other == pytest.approx(one, rel=1e-5)
+    assert prefetched["rpc_round_trips_per_step"] == 5
+    assert prefetched["sample"] == plain["sample"]
+
+
 class Plain:
     """A local optimizer where the distributed one should be."""
 
@@ -261,6 +284,7 @@ def test_three_terminals(free_port, tmp_path):
     bad("--checkpoint", "/dev/null/run.pt", says=("--checkpoint", "/dev/null/run.pt", "written")),
     bad("--checkpoint", "/tmp/none/run.pt", "--resume", says=("--checkpoint", "/tmp/none/run.pt", "existing")),
     bad("--rank", "1", says=("--rank", "1", "--master_addr")),
+    bad("--prefetch", "--world_size", "3", says=("--prefetch requires --world_size 2, one trainer, not 3",)),
 ])
 def test_bad_input(flags, says, refused):
     refused(rpc_rnn.main, flags, says)

@@ -20,10 +20,10 @@ def run_worker(rank, world_size, args):
         server = lesson.get_parameter_server(args)
         honest_forward = server.forward
 
-        def forward(images):
+        def forward(*inputs):
             if current_context() is not None:  # of a training step, not of the accuracy
                 read_at[current_context()] = len(staleness)
-            return honest_forward(images)
+            return honest_forward(*inputs)
 
         def before_step(*_):
             staleness.append(len(staleness) - read_at.pop(current_context()))

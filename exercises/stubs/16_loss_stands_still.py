@@ -32,8 +32,9 @@ def run_trainer(rank, world_size, args):
     model = RNNModel("ps", language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout,
                      args.seed, args.device)
     param_rrefs = model.parameter_rrefs() if rank == 1 else _parameter_rrefs(model.rnn)
-    optimizers = saving.OPTIMIZERS_WITH_STATE if args.checkpoint else OPTIMIZERS
+    optimizers = saving.OPTIMIZERS_WITH_STATE if args.checkpoint or args.prefetch else OPTIMIZERS
     opt = DistributedOptimizer(optimizers[args.optimizer], param_rrefs, lr=args.lr)
+    opt, pieces = prefetch.rung(model, opt) if args.prefetch else (opt, get_next_batch)
     # シングルプロセスの訓練ループと同じオプティマイザー / as in a training loop of one process
     optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     criterion = nn.CrossEntropyLoss()
@@ -45,7 +46,7 @@ def run_trainer(rank, world_size, args):
     for epoch in range(resumed, args.epochs):
         set_mode(model, training=True, seed=1_000_000 * args.seed + 1000 * epoch, rank=rank)
         hidden, losses, started = model.init_hidden(args.batch_size), [], time.perf_counter()
-        for data, target in get_next_batch(train_table, args.bptt):
+        for data, target in pieces(train_table, args.bptt):
             with dist_autograd.context() as context_id:
                 hidden = (hidden[0].detach(), hidden[1].detach())
                 output, hidden = model(data, hidden)
@@ -65,11 +66,8 @@ def run_trainer(rank, world_size, args):
         epochs.append({"loss": results.mean_loss(losses), "val_loss": val_loss})
         if rank == 1:
             results.log_epoch(role_name(rank, world_size), epochs)
-            if args.checkpoint:
-                saving.save(model, opt, epochs, initial, language, args)
+            saving.save(model, opt, epochs, initial, language, args)
     bar.close()
     steps = (args.epochs - resumed) * n_steps
     metrics = results.summary(epochs, initial, language, steps, train_s, round_trips)
-    if rank == 1 and args.corpus:
-        metrics["sample"] = generate(model, language, args.seed)
-    return metrics if rank == 1 else None
+    return with_sample(metrics, model, language, args) if rank == 1 else None

@@ -6,24 +6,36 @@ MAIN = "model_parallel_resnet/schedules.py"
 SMALL = ("--arch", "resnet18", "--num_splits", "1", "2")
 
 
-def mutant(name, old, new, check):
+def mutant(name, old, new, check, schedule="gpipe", file=MAIN):
     """All with the smaller model."""
-    return Mutant(name, MAIN, old, new, check=check, flags=SMALL)
+    return Mutant(name, file, old, new, check=check, flags=(*SMALL, "--schedule", schedule), program=MAIN)
 
 
 MUTANTS = [
     mutant("zero_grad forgotten", "        self.opt.zero_grad()\n", "", "weights"),
     mutant("gradients not divided by the number of micro-batches",
-           "loss_fn=nn.MSELoss())", "loss_fn=nn.MSELoss(), scale_grads=False)", "weights"),
+           '"loss_fn": nn.MSELoss()}', '"loss_fn": nn.MSELoss(), "scale_grads": False}', "weights"),
     mutant("loss of the last micro-batch only",
            "return sum(loss.item() for loss in losses) / num_split if losses else None",
            "return losses[-1].item() if losses else None", "losses"),
     mutant("only the last stage steps", "        self.opt.step()\n",
-           "        self.rank == 1 and self.opt.step()\n", "steps"),
-    mutant("always the first schedule", "self.schedules[num_split].step(self.inputs)\n",
-           "self.schedules[1].step(self.inputs)\n", "."),
+           "        self.has_loss and self.opt.step()\n", "steps"),
+    mutant("always the first schedule", "self.schedules[num_split].step(",
+           "self.schedules[1].step(", "micro-batches"),
     mutant("clock started only once", "            started = time.time()\n",
            "            started = locals().get('started') or time.time()\n", "timed"),
-    mutant("micro-batches not counted anew", "        self.model.micro_batch, losses = 0, []\n",
-           "        losses = []\n", "micro-batches"),
+    mutant("micro-batches not counted anew", "            model.micro_batch = 0\n",
+           "            pass\n", "micro-batches"),
+    mutant("the first stage's micro-batches alone counted anew", "        for model in self.models:\n            model.micro",
+           "        for model in self.models[:1]:\n            model.micro", "micro-batches", "zero_bubble_v"),
+    mutant("the quarters cut elsewhere", ".seq, 5  # before layer2", ".seq, 4  # before layer1",
+           "micro-batches|weights|error", "interleaved"),
+    mutant("the optimizer has one of two stages", "measuring.SGD(self.models.parameters(), lr=args.lr)",
+           "measuring.SGD(self.models[0].parameters(), lr=args.lr)", "weights", "interleaved"),
+    mutant("no gradients of the weights", "            compute(bwd_chunk_id, last_backward)\n", "            pass\n",
+           "weights|error", "zero_bubble", "model_parallel_resnet/measuring.py"),
+    mutant("loop where the schedule wants a V", "ScheduleZBVZeroBubble, V)", "ScheduleZBVZeroBubble, LOOP)",
+           "error|steps|micro-batches", "zero_bubble_v"),
+    mutant("the first quarter twice", "    return layers[cut:] if stage % 2 else layers[:cut]\n",
+           "    return layers[:cut] if stage % 2 == 0 or stage == 1 else layers[cut:]\n", "error|weights", "zero_bubble"),
 ]

@@ -4,7 +4,8 @@ from tests.mutants import Mutant
 
 MAIN, DATA = "param_server/main.py", "param_server/data.py"
 TURNS, ASYNC = "param_server/turns.py", "param_server/async_server.py"
-LOCK = ["--consistency", "lock"]
+BOUNDED, STALENESS = "param_server/bounded_server.py", "param_server/staleness.py"
+LOCK, BOUND = ["--consistency", "lock"], ["--consistency", "bounded"]
 
 
 def mutant(name, file, old, new, check, flags=()):
@@ -18,7 +19,8 @@ MUTANTS = [
     mutant("the step of the smaller batch is forgotten", MAIN,
            "        opt.step(cid)  #", "        len(data) < args.batch_size or opt.step(cid)  #", check="updates"),
     mutant("the tutorial's optimizer, compiled, takes no lock", MAIN,
-           "DistributedOptimizer(SGD,", "DistributedOptimizer(optim.SGD,", check="updates"),
+           "DistributedOptimizer(SGD, param_rrefs, server=server, trainer=rank,",
+           "DistributedOptimizer(optim.SGD, param_rrefs,", check="updates"),
     mutant("the gradients of two backward passes in a context", MAIN,
            "        dist_autograd.backward(cid, [loss])\n",
            "        dist_autograd.backward(cid, [loss], retain_graph=True)\n"
@@ -59,10 +61,10 @@ MUTANTS = [
     mutant("copies that no gradient flows through", ASYNC,
            "name: param.clone() for", "name: param.detach().clone().requires_grad_() for", check="error"),
     mutant("copies of one moment for ever", ASYNC,
-           "        weights = {name: param.clone() for name, param in self.model.named_parameters()}\n",
-           "        if not hasattr(self, 'weights'):\n"
-           "            self.weights = {n: p.detach().clone() for n, p in self.model.named_parameters()}\n"
-           "        weights = {n: w + 0 * p for (n, w), p in zip(self.weights.items(), self.model.parameters())}\n",
+           "            weights = {name: param.clone() for name, param in self.model.named_parameters()}\n",
+           "            if not hasattr(self, 'weights'):\n"
+           "                self.weights = {n: p.detach().clone() for n, p in self.model.named_parameters()}\n"
+           "            weights = {n: w + 0 * p for (n, w), p in zip(self.weights.items(), self.model.parameters())}\n",
            check="weights read"),
     mutant("one stateless module for all threads", ASYNC,
            "        self.thread = threading.local()\n", "        self.thread = type('Shared', (), {})()\n",
@@ -77,11 +79,12 @@ MUTANTS = [
            "    per_trainer = server.rpc_sync(timeout=0).all_gather(rank, mine)\n",
            "    accuracy = get_accuracy(test_set, net) if rank == 1 else None\n"
            "    per_trainer = server.rpc_sync(timeout=0).all_gather(rank, mine)\n"
-           "    if rank == 1:\n        return {'test_accuracy': accuracy, 'per_trainer': per_trainer}\n",
+           "    if rank == 1:\n        return {'test_accuracy': accuracy, 'per_trainer': per_trainer,\n"
+           "                'staleness': remote_method('get_staleness', server)}\n",
            check="test|weights|dropout|updates", flags=["--world_size", 4]),
-    mutant("another learning rate", MAIN, "param_rrefs, lr=args.lr)", "param_rrefs, lr=args.lr / 2)", check="weights"),
+    mutant("another learning rate", MAIN, "trainer=rank, lr=args.lr)", "trainer=rank, lr=args.lr / 2)", check="weights"),
     mutant("momentum that nobody asked for", MAIN,
-           "param_rrefs, lr=args.lr)", "param_rrefs, lr=args.lr, momentum=0.5)", check="weights"),
+           "trainer=rank, lr=args.lr)", "trainer=rank, lr=args.lr, momentum=0.5)", check="weights"),
     mutant("an epoch too few", MAIN,
            "for epoch in range(first_epoch, args.epochs):", "for epoch in range(first_epoch + 1, args.epochs):",
            check="training images"),
@@ -91,4 +94,51 @@ MUTANTS = [
     mutant("the loss of the last step only", "param_server/results.py",
            '{"loss": sum(map(sum, same)) / sum(map(len, same))}', '{"loss": same[0][-1]}', check="mean losses"),
     mutant("the seed is ignored", MAIN, "        torch.manual_seed(args.seed)\n", "", check="weights read"),
+    # Staleness, and its bound.
+    mutant("staleness from the end of the forward", ASYNC,
+           "            self.note_read(trainer)\n"
+           "            # Gradients flow through the copies to the parameters.\n"
+           "            weights = {name: param.clone() for name, param in self.model.named_parameters()}\n"
+           "        inp = inp.to(self.input_device)\n"
+           "        return functional_call(self.stateless(), weights, (inp,)).to(\"cpu\")\n",
+           "            weights = {name: param.clone() for name, param in self.model.named_parameters()}\n"
+           "        output = functional_call(self.stateless(), weights, (inp.to(self.input_device),)).to('cpu')\n"
+           "        with self.weights_lock:\n"
+           "            self.note_read(trainer)\n"
+           "        return output\n", check="staleness"),
+    mutant("a step counts itself", STALENESS,
+           "        counts[self.steps - self.read_at[trainer]] += 1\n        self.steps += 1\n",
+           "        self.steps += 1\n        counts[self.steps - self.read_at[trainer]] += 1\n", check="staleness"),
+    mutant("only the steps of this trainer are counted", STALENESS,
+           "        self.steps += 1\n", "        self.steps += trainer == 1\n", check="staleness"),
+    mutant("one clock for all trainers", STALENESS,
+           "            self.read_at[trainer] = self.steps\n",
+           "            self.read_at = dict.fromkeys(range(99), self.steps)\n", check="staleness"),
+    mutant("all steps are those of the first trainer", MAIN,
+           "server=server, trainer=rank,", "server=server, trainer=1,", check="staleness"),
+    mutant("the mean over the values, not the gradients", "param_server/results.py",
+           "    mean = sum(age * count for age, count in counts.items()) / n_steps if n_steps else None\n",
+           "    mean = sum(counts) / len(counts) if n_steps else None\n", check="staleness, mean"),
+    mutant("the asynchronous server without copies", MAIN,
+           '"async": AsyncParameterServer}', '"async": ParameterServer}', check="error|gradients"),
+    mutant("a step too many: the bound is off by one", BOUNDED,
+           "self.steps + 1 - moment + place <=", "self.steps - moment + place <=", check="bound", flags=BOUND),
+    mutant("K is ignored", BOUNDED,
+           "self.max_staleness, self.steps = max_staleness, 0", "self.max_staleness, self.steps = 10**6, 0",
+           check="bound", flags=BOUND),
+    mutant("a forward too many is let in", BOUNDED,
+           "len(self.read_at) <= self.max_staleness", "len(self.read_at) <= self.max_staleness + 1",
+           check="error|bound", flags=[*BOUND, "--world_size", 4, "--timeout", 6]),
+    mutant("as many forwards as K: a lock", BOUNDED,
+           "return len(self.read_at) <= self.max_staleness", "return not self.read_at", check="overlap", flags=BOUND),
+    mutant("trainers do not ask before they step", TURNS,
+           "        server_rref.rpc_sync().acquire_step(", "        (lambda trainer: None)(", check="bound", flags=BOUND),
+    mutant("who waits is never woken", BOUNDED,
+           "self.waiting = [entry for entry in self.waiting if entry not in turns]", "self.waiting = []",
+           check="error: .*(timed out|RuntimeError)", flags=[*BOUND, "--timeout", 6]),
+    Mutant("two steps are let through at a time", BOUNDED,
+           "return self.stepping is None and all(", "return all(", test="tests/test_param_server.py::test_bound"),
+    Mutant("the forward of a step that failed stays in flight", TURNS,
+           "            server_rref.rpc_async().give_up(rpc.get_worker_info().id)\n", "            pass\n",
+           test="tests/test_param_server.py::test_a_step_that_fails"),
 ]

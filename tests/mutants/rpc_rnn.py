@@ -6,6 +6,7 @@ MAIN = {"file": "rpc_rnn/main.py", "program": "rpc_rnn/main.py"}
 TRAINERS = {"file": "rpc_rnn/several_trainers.py", "program": "rpc_rnn/main.py"}
 EVALUATION = {"file": "rpc_rnn/evaluation.py", "program": "rpc_rnn/main.py"}
 RESULTS = {"file": "rpc_rnn/results.py", "program": "rpc_rnn/main.py"}
+PREFETCH = {"file": "rpc_rnn/prefetch.py", "program": "rpc_rnn/main.py", "flags": ("--prefetch",)}
 
 MUTANTS = [
     Mutant("state not carried over", **MAIN, check="training, state carried over",
@@ -62,4 +63,33 @@ MUTANTS = [
                "        val_loss = evaluate(model, criterion, val_table, args.bptt)\n",
            new="        val_loss = evaluate(model, criterion, val_table, args.bptt)\n"
                "        train_s += time.perf_counter() - started\n"),
+    Mutant("look-up before the step", **PREFETCH, check="training, loss",
+           old="    optimizer_rref.local_value().step(context_id)\n"
+               "    return None if next_tokens is None else look_up(table_rref, next_tokens)\n",
+           new="    following = None if next_tokens is None else look_up(table_rref, next_tokens)\n"
+               "    optimizer_rref.local_value().step(context_id)\n"
+               "    return following\n"),
+    Mutant("embeddings of the present piece again", **PREFETCH, check="error|training, loss",
+           old="        for piece, (self.next_tokens, _) in itertools.pairwise(pieces):\n",
+           new="        for piece, _ in itertools.pairwise(pieces):\n            self.next_tokens = piece[0]\n"),
+    Mutant("the first piece of the next epoch before its seed", **PREFETCH, check="training, loss",
+           old="[(None, None)]", new="[(table[:bptt], None)]"),
+    Mutant("validation reads what the training has prefetched", **PREFETCH, check="error|validation, loss",
+           old="        if not torch.is_grad_enabled():  # validation reads other tokens\n"
+               "            return self.table_rref.rpc_sync().forward(tokens)\n", new=""),
+    Mutant("looked up again in the forward pass", **PREFETCH, check="training, loss",
+           old="        if self.embeddings is None:  #", new="        if True:  #"),
+    Mutant("the gradient of the embeddings lost", **PREFETCH, check="gradients in the context, table",
+           old="    table.embeddings.backward(gradient)\n", new=""),
+    Mutant("the gradient of the embeddings twice", **PREFETCH, check="gradients in the context, table",
+           old="    table.embeddings.backward(gradient)\n",
+           new="    table.embeddings.backward(gradient, retain_graph=True)\n    table.embeddings.backward(gradient)\n"),
+    Mutant("gradients of the table add up", **PREFETCH, check="gradients in the context, table",
+           old="    table.zero_grad()  #", new="    #"),
+    Mutant("the graph of the embeddings cut on the server, too", **PREFETCH, check="error",
+           old="    table.embeddings = table(tokens)\n", new="    table.embeddings = table(tokens).detach()\n"),
+    Mutant("the trainer's own step forgotten", **PREFETCH, check="weights after each step, LSTM",
+           old="        here.local_value().step(context_id)  # meanwhile\n", new=""),
+    Mutant("an optimizer that sees no .grad", **MAIN, flags=("--prefetch",), check="weights after each step, table",
+           old=" if args.checkpoint or args.prefetch else ", new=" if args.checkpoint else "),
 ]

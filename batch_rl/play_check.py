@@ -1,0 +1,131 @@
+"""An episode of the oracle: plain CartPoles in one process, with the draws of each rung.
+
+`one_by_one` is for lists, as main.py has them; `as_vector` is for `--envs vector` and `sync`: the
+same plain CartPoles, one by one, begin where a vector environment would have reset itself to, and
+rest while it does. Both fill what `new_episode` has made.
+"""
+
+import numpy as np
+import torch
+
+N_STEPS = 40  # of an episode
+
+
+def new_episode(envs):
+    """For each environment the lists that an episode fills: what was seen, chosen and computed.
+
+    `rewards` are those of a stretch that is not over.
+    """
+    lists = ("states", "actions", "p_right", "log_probs", "returns", "lengths", "rewards")
+    return {where: {what: [] for what in lists} for where in envs}
+
+
+def one_by_one(envs, layers, args, seeds, batch, run):
+    """Play as main.py does: all environments at each step, in batches with the draws of a forward.
+
+    Args:
+        envs: the environments, by rank and number.
+        layers: of the policy: hidden and output.
+        args: the flags of the run.
+        seeds: of each rank's environments.
+        batch: whether in batches, whose draws can be repeated.
+        run: the recorded episode: without batches, dropout masks and actions are taken from it.
+
+    Returns:
+        See `new_episode`.
+    """
+    hidden, output = layers
+    ranks, n_envs = range(1, args.world_size), args.envs_per_observer
+    episode = new_episode(envs)
+    state = {(rank, k): env.reset(seed=seeds[rank] + k)[0] for (rank, k), env in envs.items()}
+    for step in range(N_STEPS):
+        x = hidden(torch.tensor([[state[rank, k].tolist() for k in range(n_envs)]
+                                 for rank in ranks]))
+        if batch:
+            x = torch.nn.functional.dropout(x, 0.6)
+        else:
+            x = x * torch.tensor([run["masks"][str(rank - 1)][step] for rank in ranks])
+            torch.bernoulli(torch.empty_like(x), 0.4)  # as many draws as the requests made
+        p = torch.softmax(output(torch.relu(x)), dim=-1)
+        drawn = torch.multinomial(p.detach().reshape(-1, 2), 1).view(len(ranks), n_envs)
+        for (rank, k), env in envs.items():
+            action = drawn[rank - 1, k].item()
+            if not batch:
+                action = run[f"observer{rank}"]["actions"][k][step]
+            over = take_step(episode[rank, k], env, state[rank, k], p[rank - 1, k], action, args)
+            state[rank, k] = env.reset()[0] if over else episode[rank, k]["next"]
+    return end_of_episode(episode, args)
+
+
+def as_vector(envs, layers, args, seeds, rng):
+    """Play as the vector rungs do: each group of each observer has its own place in the draws.
+
+    Args:
+        envs, layers, args, seeds: see `one_by_one`.
+        rng: numpy's generator of dropout and actions.
+    """
+    hidden, output = layers
+    n_groups = 2 if args.double_buffering else 1
+    observers, n_envs = args.world_size - 1, args.envs_per_observer // n_groups
+    episode = new_episode(envs)
+    for group in range(n_groups):
+        kept = torch.tensor(np.array([rng.random((observers, n_envs, 128), dtype=np.float32) < 0.4
+                                      for _ in range(N_STEPS)]))
+        uniform = rng.random((N_STEPS, observers, n_envs))
+        for rank in range(1, args.world_size):
+            mine = [(rank, group * n_envs + i) for i in range(n_envs)]
+            seed = seeds[rank] + group * n_envs
+            resets = np.random.default_rng(seed)  # of the vector CartPole
+            state, resting = {}, mine
+            for step in range(-1, N_STEPS):
+                if step >= 0:
+                    x = hidden(torch.tensor([state[where].tolist() for where in mine]))
+                    x = torch.relu(x * kept[step, rank - 1] / 0.4)
+                    p = torch.softmax(output(x), dim=-1)
+                over = []
+                for i, where in enumerate(mine):
+                    if where not in resting:
+                        action = int(uniform[step, rank - 1, i] > p[i, 0].item())
+                        if take_step(episode[where], envs[where], state[where], p[i], action, args):
+                            over.append(where)
+                        state[where] = episode[where]["next"]
+                # What was over at the step before begins anew, with a column of its own each.
+                columns = resets.uniform(-0.05, 0.05, (4, len(resting))).T
+                for i, (where, column) in enumerate(zip(resting, columns, strict=True)):
+                    state[where], _ = envs[where].reset(seed=seed + i if step < 0 else None)
+                    if args.envs == "vector":
+                        envs[where].unwrapped.state = column
+                        state[where] = column.astype(np.float32)
+                resting = over
+    return end_of_episode(episode, args)
+
+
+def take_step(of_env, env, state, p, action, args):
+    """Step an environment in a state, with an action of probabilities p; is the stretch over?"""
+    of_env["states"].append(state.tolist())
+    of_env["actions"].append(action)
+    of_env["p_right"].append(p[1].item())
+    of_env["log_probs"].append(torch.log(p[action]))
+    of_env["next"], reward, fell, out_of_time, _ = env.step(action)
+    of_env["rewards"].append(reward)
+    if fell or out_of_time:
+        end_of_stretch(of_env, fell, args)
+    return fell or out_of_time
+
+
+def end_of_stretch(of_env, fell, args):
+    """Add the returns of its steps by definition: the discounted sum of all that follows."""
+    rewards, of_env["rewards"] = of_env["rewards"], []
+    n, beyond = len(rewards), 0.0 if fell else rewards[-1] / max(1 - args.gamma, 1 / N_STEPS)
+    of_env["returns"] += [
+        sum(args.gamma**i * r for i, r in enumerate(rewards[t:])) + args.gamma ** (n - t) * beyond
+        for t in range(n)]
+    of_env["lengths"].append(n)
+
+
+def end_of_episode(episode, args):
+    """The episode, with the stretches that its end has cut off."""
+    for of_env in episode.values():
+        if of_env["rewards"]:
+            end_of_stretch(of_env, False, args)
+    return episode

@@ -1,0 +1,230 @@
+r"""`--envs vector`: one vector environment for all K of an observer, and bytes in the messages.
+
+gymnasium's own vector CartPole steps 64 environments in the time in which one after the other does
+six. What is left then is the agent, so that works in large pieces, too:
+
+    observer: a vector environment                        agent
+    +--------------------------+                          +------------------------------------+
+    | step(actions (K,))       | -- states (K, 4) ------> | acts without a graph, with dropout |
+    | returns (K, steps) in    | <- actions (K,) -------- | masks drawn before the episode     |
+    | numpy, once per episode  |                          | one forward and backward for all   |
+    +--------------------------+ -- returns ------------> | steps, in pieces that fit a cache  |
+                                                          +------------------------------------+
+
+    python batch_rl/main.py --observers 5 --envs_per_observer 64
+
+Three things to know:
+
+- **The step that resets.** This environment resets itself, in NEXT_STEP mode: the step after the
+  last one of a stretch ignores its action, has no reward, and brings the first state of the next.
+  Nobody has played there: such a step has no return, NaN, and counts nowhere.
+- **One seed for K environments**: all resets of the vector CartPole come from one generator.
+- **The same dropout twice**, when it acts and when it learns: the masks are kept. The random
+  numbers have an order of their own, whichever observer asks first, and all of the gradient is
+  summed up in one thread: a seed gives one training, to the last digit, in both modes.
+"""
+
+import threading
+
+import gymnasium as gym
+import numpy as np
+import torch
+from common.report import require_finite
+from gymnasium.vector import AutoresetMode
+from torch.distributed import rpc
+from torch.nn import functional as F
+
+from batch_rl.fast_agent import AgentName, FastAgent
+from batch_rl.main import EPS, Observer
+from batch_rl.results import ENV_NAME
+
+VECTORIZATION_MODES = {"vector": "vector_entry_point", "sync": "sync"}  # gymnasium's, by --envs
+ROWS = 5000  # states in a piece of the training: its hidden layer, 2.5 MB, stays in the cache
+
+
+class Environments:
+    """K environments in one, of the kind `--envs`, and what the steps of an episode brought."""
+
+    def __init__(self, num_envs, kind):
+        self.envs = gym.make_vec(ENV_NAME, num_envs=num_envs,
+                                 vectorization_mode=VECTORIZATION_MODES[kind])
+        assert self.envs.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
+
+    def reset(self, n_steps, seed):
+        """Begin an episode of so many steps; its first states, an array (K, 4)."""
+        shape = (n_steps, self.envs.num_envs)
+        self.rewards = np.zeros(shape)
+        self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
+        return self.envs.reset(seed=seed)[0]
+
+    def step(self, step, actions):
+        """Take the step of this number with K actions, the bytes; the next states (K, 4)."""
+        (states, self.rewards[step], self.terminated[step], self.truncated[step],
+         _) = self.envs.step(np.frombuffer(actions, np.int8))
+        return states
+
+    def returns(self, gamma):
+        """The discounted return of each step, a tensor (K, steps), and the mean first length.
+
+        NaN where a step was a reset; see `Observer.run_episode` for the rest.
+        """
+        n_steps = len(self.rewards)
+        over = self.terminated | self.truncated
+        resets = np.concatenate([np.zeros_like(over[:1]), over[:-1]])
+        over[-1] = True  # of the episode
+        beyond = np.where(self.terminated, 0.0, self.rewards / max(1 - gamma, 1 / n_steps))
+        returns, R = np.empty_like(self.rewards), 0.0
+        for step in reversed(range(n_steps)):
+            R = self.rewards[step] + gamma * np.where(over[step], beyond[step], R)
+            returns[step] = R
+        returns[resets] = np.nan
+        return torch.tensor(returns.T).to(torch.get_default_dtype()), over.argmax(0) + 1.0
+
+
+class VectorObserver(Observer):
+    """An observer whose environments are one."""
+
+    def __init__(self, args):
+        self.id = rpc.get_worker_info().id - 1
+        self.gamma = args.gamma
+        self.envs = Environments(args.envs_per_observer, args.envs)
+
+    def run_episode(self, agent_rref, batch, n_steps, seed):
+        """See `Observer.run_episode`; the returns of steps that were resets are NaN."""
+        select_action = VectorAgent.select_action_batch if batch else VectorAgent.select_action
+        states = self.envs.reset(n_steps, seed)
+        for step in range(n_steps):
+            # Arrays would travel as objects, which costs a quarter of a message; bytes as they are.
+            actions = rpc.rpc_sync(agent_rref.owner(), select_action,
+                                   args=(agent_rref, self.id, states.tobytes()))
+            states = self.envs.step(step, actions)
+        returns, first_lengths = self.envs.returns(self.gamma)
+        return returns, first_lengths.mean().item()
+
+
+class Group:
+    """What the agent has for the environments that ask at the same time: K of each observer.
+
+    `Agent.select_action_batch` finds here what it would find in the agent.
+
+    Args:
+        agent: the agent.
+        batch: whether the episode is played in batches.
+        num_envs: K.
+    """
+
+    def __init__(self, agent, batch, num_envs):
+        self.policy, self.device, self.num_envs = agent.policy, agent.device, num_envs
+        self.ob_rrefs, self.lock = agent.ob_rrefs, threading.Lock()
+        self.states, self.future_actions = {}, torch.futures.Future()
+        # Of each step, with which states and actions to compute the log-probabilities.
+        self.saved_log_probs = [] if batch else [[] for _ in self.ob_rrefs]
+        shape = (agent.args.num_steps, len(self.ob_rrefs), num_envs)
+        hidden, kept = self.policy.affine1.out_features, 1 - self.policy.dropout.p
+        self.keep = np.empty((*shape, hidden), bool)
+        for keep in self.keep:  # step by step, for the sake of the cache
+            np.less(agent.rng.random(keep.shape, dtype=np.float32), kept, out=keep)
+        self.uniforms = agent.rng.random(shape)
+
+    def act(self, states, ob_id=None):
+        """States of all observers, or of one, to their actions, all bytes; and what is saved."""
+        saved = self.saved_log_probs if ob_id is None else self.saved_log_probs[ob_id]
+        where = len(saved) if ob_id is None else (len(saved), [ob_id])
+        states = np.frombuffer(b"".join(states), np.float32).reshape(-1, self.num_envs, 4)
+        with torch.inference_mode():
+            left = self.probs(states, self.keep[where])[..., 0].cpu().numpy()
+        # A uniform number falls above P(left) with probability P(right).
+        actions = (self.uniforms[where] > left).astype(np.int8)
+        return [row.tobytes() for row in actions], (states, actions)
+
+    def probs(self, states, keep):
+        """`Policy.forward`, with given dropout masks (..., 128), for states (..., 4)."""
+        policy = self.policy
+        states = torch.tensor(states).to(policy.affine1.weight)  # which says on what, in what
+        x = F.relu(policy.affine1(states)) * torch.from_numpy(keep).to(states)
+        # Dropout multiplies what it keeps. To scale the weights in its place is less work.
+        weight = policy.affine2.weight / (1 - policy.dropout.p)
+        return F.softmax(F.linear(x, weight, policy.affine2.bias), dim=-1)
+
+    def pieces(self, batch, weights):
+        """The log-probabilities of the episode's actions, with their graph, a piece at a time.
+
+        Args:
+            batch: whether the episode was played in batches.
+            weights: of the actions in the loss, a tensor (observers, K, steps).
+
+        Yields:
+            Log-probabilities and weights, both (steps of the piece, observers, K).
+        """
+        if batch:
+            states, actions = map(np.stack, zip(*self.saved_log_probs, strict=True))
+        else:  # for each observer (steps, 1, K)
+            of_each = [map(np.stack, zip(*saved, strict=True)) for saved in self.saved_log_probs]
+            states, actions = (np.concatenate(parts, axis=1)
+                               for parts in zip(*of_each, strict=True))
+        actions = torch.from_numpy(actions).long().unsqueeze(-1).to(self.device)
+        weights = weights.permute(2, 0, 1).to(self.device)
+        steps = max(1, ROWS // weights[0].numel())
+        for first in range(0, len(states), steps):
+            piece = slice(first, first + steps)
+            probs = self.probs(states[piece], self.keep[piece])
+            yield probs.gather(-1, actions[piece]).squeeze(-1).log(), weights[piece]
+
+
+class GroupName(AgentName):
+    """Used like an RRef of one of the agent's groups."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def local_value(self):
+        """The group, on the agent's worker."""
+        return super().local_value().groups[self.number]
+
+
+class VectorAgent(FastAgent):
+    """An agent for vector environments."""
+
+    observer, n_groups = VectorObserver, 1
+
+    def __init__(self, world_size, args):
+        super().__init__(world_size, args)
+        self.agent_rref = GroupName(0)
+        self.rng = np.random.default_rng(args.seed)  # of dropout and actions
+
+    @staticmethod
+    def select_action(group_name, ob_id, states):
+        """As `Agent.select_action`; the random numbers depend on the observer and the step."""
+        group = group_name.local_value()
+        actions, saved = group.act([states], ob_id)
+        group.saved_log_probs[ob_id].append(saved)
+        return actions[0]
+
+    def run_episode(self, batch):
+        """See `Agent.run_episode`."""
+        num_envs = self.args.envs_per_observer // self.n_groups
+        self.groups = [Group(self, batch, num_envs) for _ in range(self.n_groups)]
+        return super().run_episode(batch)
+
+    def late(self):
+        """The observers for whose states a batch waits."""
+        everyone = set(range(len(self.ob_rrefs)))
+        waiting = [set(group.states) for group in self.groups if group.states]
+        return everyone - set.intersection(everyone, *waiting) if waiting else everyone
+
+    def finish_episode(self, batch, ep_reward):
+        """As `Agent.finish_episode`, from the states: they and the masks give the same graph."""
+        played = ~self.returns.isnan()  # all but resets
+        std, mean = torch.std_mean(self.returns[played], correction=0)
+        weights = torch.where(played, (self.returns - mean) / (std + EPS), 0.0)
+        self.optimizer.zero_grad()
+        policy_loss = 0.0
+        of_groups = weights.chunk(self.n_groups, dim=1)
+        for group, of_group in zip(self.groups, of_groups, strict=True):
+            for log_probs, of_piece in group.pieces(batch, of_group):
+                piece_loss = -(log_probs * of_piece).sum() / len(self.ob_rrefs)
+                piece_loss.backward()  # the pieces are a sum, and gradients add up
+                policy_loss += piece_loss.item()
+        require_finite(policy_loss, "after an episode")
+        self.optimizer.step()
+        self.running_reward = 0.5 * ep_reward + 0.5 * self.running_reward

@@ -1,0 +1,133 @@
+"""What does waiting for each other cost on a parameter server, and what staleness?
+
+Trainings of as many epochs, by 1, 2, 4 and 8 trainers, which share the same images: one at a time
+(lock), with gradients at most 1 and at most N-1 steps old (bounded), without a bound (async).
+
+    python -m benchmarks.param_server_trainers --trainers 2 4 --epochs 2
+"""
+
+import statistics
+from pathlib import Path
+
+from common import picture, report
+from common.cli import PlainParser, bounded, require_processes, require_writable_folder
+from common.data import add_data_flags
+from common.launch import launch
+
+from param_server import main as lesson
+from param_server import results
+from param_server.data import require_inputs
+
+PASSED_ON = ("epochs", "batch_size", "lr", "seed", "device", "timeout", "dataset", "data_dir",
+             "output_dir")
+LOCK, ONE, OTHERS, ASYNC = "lock", "bounded 1", "bounded N-1", "async"
+WORDS = {
+    "en": {"title": "A parameter server and its trainers ({epochs} epochs)", "x": "trainers (N)",
+           "y": "samples/s", "y2": "staleness: mean, dotted: largest", "y3": "test accuracy",
+           LOCK: "lock", ONE: "bounded, K = 1", OTHERS: "bounded, K = N - 1", ASYNC: "async",
+           "several": "Medians of {{n}} rounds"},
+    "ja": {"title": "パラメーターサーバーとトレーナーの数（{epochs}エポック）",
+           "x": "トレーナーの数（N）", "y": "サンプル/秒", "y2": "陳腐化：平均、点線は最大",
+           "y3": "テスト正解率", LOCK: "lock", ONE: "bounded、K = 1", OTHERS: "bounded、K = N - 1",
+           ASYNC: "async", "several": "{{n}}回の中央値"},
+}
+
+
+def ways(trainers):
+    """`{name: flags}` of the ways in which so many trainers can train."""
+    bounds = {ONE: 1} if trainers == 2 else {ONE: 1, OTHERS: trainers - 1} if trainers > 2 else {}
+    return {LOCK: ["--consistency=lock"],
+            **{name: ["--consistency=bounded", f"--max_staleness={bound}"]
+               for name, bound in bounds.items()},
+            ASYNC: ["--consistency=async"]}
+
+
+def flags_of(args):
+    """`{(trainers, way): the lesson's flags}`."""
+    passed_on = [f"--{name}={getattr(args, name)}" for name in PASSED_ON]
+    parse = lesson.build_parser().parse_args
+    found = {(trainers, way): parse(["--world_size", str(trainers + 1), *flags, *passed_on])
+             for trainers in args.trainers for way, flags in ways(trainers).items()}
+    for flags in found.values():
+        require_inputs(flags, lesson.Net)
+    return found
+
+
+def measure(args):
+    """A row for each number of trainers and way; all of them in each round."""
+    runs = {}
+    for round_ in range(1, args.rounds + 1):
+        for (trainers, way), flags in flags_of(args).items():
+            metrics = results.summary(launch(lesson.run_worker, flags, lesson.role_name), flags)
+            runs.setdefault((trainers, way), []).append(metrics)
+            report.log("benchmark", f"round {round_}: {trainers} trainers, {way}: "
+                       f"{metrics['samples_per_s']:.0f} samples/s")
+    return [{"trainers": trainers, "consistency": way,
+             "samples_per_s": statistics.median(run["samples_per_s"] for run in of_way),
+             "staleness_mean": statistics.median(run["staleness"]["mean"] for run in of_way),
+             "staleness_max": max(run["staleness"]["max"] for run in of_way),
+             "test_accuracy": statistics.median(run["test_accuracy"] for run in of_way),
+             "rounds": [run["samples_per_s"] for run in of_way]}
+            for (trainers, way), of_way in runs.items()]
+
+
+def plot(metrics, args):
+    """Draw `trainers.png`: throughput, staleness and accuracy over the number of trainers."""
+    rows = {(row["trainers"], row["consistency"]): row for row in metrics["rows"]}
+    if 2 in args.trainers:
+        rows[2, OTHERS] = rows[2, ONE]
+    for panels, words in picture.in_each_language(
+            args.output_dir / "trainers.png", WORDS, [metrics] * args.rounds, panels=3, height=8,
+            epochs=args.epochs):
+        for way, colour in zip((LOCK, ONE, OTHERS, ASYNC), picture.COLOURS, strict=False):
+            points = [(at, rows[trainers, way]) for at, trainers in enumerate(args.trainers)
+                      if (trainers, way) in rows]
+            x = [at for at, _ in points]
+            look = {"color": colour, "label": words[way]}
+            for axes, key in zip(panels, ("samples_per_s", "staleness_mean", "test_accuracy"),
+                                 strict=True):
+                picture.line(axes, x, [[row[key] for _, row in points]], **look)
+            panels[1].plot(x, [row["staleness_max"] for _, row in points], ":", color=colour)
+        panels[0].set_ylim(bottom=0)
+        panels[-1].set_xticks(range(len(args.trainers)), args.trainers)
+
+
+def build_parser():
+    """What is trained, and how often."""
+    parser = PlainParser(__doc__)
+    parser.set_defaults(example="benchmark_param_server_trainers")
+    add, count = parser.add_argument, bounded(int, at_least=1)
+    add("--trainers", type=bounded(int, at_least=1, at_most=64), nargs="+", default=[1, 2, 4, 8],
+        metavar="N", help="how many train")
+    add("--rounds", type=count, default=1, metavar="N", help="trainings of each kind")
+    add("--epochs", type=count, default=6, metavar="N", help="of each training")
+    default_of = lesson.build_parser().get_default
+    for name, kind in (("batch_size", int), ("lr", float), ("seed", int), ("timeout", float)):
+        add(f"--{name}", type=kind, default=default_of(name), metavar="X", help="as in the lesson")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the server")
+    add_data_flags(parser)
+    add("--output_dir", type=Path, default=Path("outputs", "benchmark_param_server_trainers"),
+        metavar="DIR", help="for metrics.json and the picture")
+    return parser
+
+
+def main(argv=None):
+    """Print the table, draw it, and write metrics.json."""
+    args = build_parser().parse_args(argv)
+    args.trainers = sorted(set(args.trainers))
+    args.world_size = max(args.trainers) + 1
+    require_processes(f"--trainers {max(args.trainers)}", args.world_size)
+    require_writable_folder("--output_dir", args.output_dir)
+    flags_of(args)  # refuses what cannot run
+    metrics = report.save_metrics(args, {"rounds": args.rounds, "epochs": args.epochs,
+                                         "rows": measure(args)}, backend="tensorpipe")
+    plot(metrics, args)
+    print(f"\n{'trainers':8}  {'consistency':11}  samples/s  staleness: mean  largest  accuracy")
+    for row in metrics["rows"]:
+        print("{trainers:8}  {consistency:11}  {samples_per_s:9.0f}  {staleness_mean:15.2f}  "
+              "{staleness_max:7}  {test_accuracy:8.1%}".format(**row))
+    return metrics
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""CartPole from a cold start until solved: batch_rl against other libraries, on the same cores.
+
+Each runs as a command of its own, in turns, with other random numbers in each round. Counted are
+the seconds from its start until it says that it has solved CartPole, imports and processes
+included. The others have environments of their own, which are made here at the first time (pinned
+versions in torchrl.txt, sample_factory.txt; 2 GB). Their programs are with_torchrl.py and
+with_sample_factory.py: the settings are those that their makers, or the RL Baselines3 Zoo, publish
+for CartPole.
+
+    python -m benchmarks.peers                 five rounds
+    python -m benchmarks.peers --only batch_rl torchrl --rounds 1
+
+Solved is, with the others, a mean above 475 of the last 100 episodes; with batch_rl, a running
+reward above 475, of which half comes from the newest episode of each environment.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import report
+from common.cli import PlainParser, bounded, require_writable_folder
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LIMIT_S = 600  # of one run
+OURS = {  # the commands of this repository, without --seed and --output_dir
+    "batch_rl": "batch_rl/main.py --mode train --observers 2 --envs_per_observer 64 --lr 0.02",
+    "one_process": "-m benchmarks.one_process --mode train --num_envs 128 --lr 0.02",
+}
+PEERS = {  # name: (program and flags, without the seed, requirements)
+    "torchrl": ("with_torchrl.py --seed", "torchrl.txt"),
+    "torchrl_2_collectors": ("with_torchrl.py --collectors 2 --num_envs 4 --seed", "torchrl.txt"),
+    "sample_factory": ("with_sample_factory.py", "sample_factory.txt"),
+}
+
+
+def python_of(requirements, folder):
+    """The Python of an environment with these requirements, made at the first time."""
+    environment = folder / requirements.removesuffix(".txt")
+    if not (environment / "ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        subprocess.run([environment / "bin/pip", "install", "--quiet", "-r", HERE / requirements],
+                       check=True)
+        (environment / "ready").touch()
+    return environment / "bin/python"
+
+
+def ours(command, seed, folder):
+    """Seconds of a command of this repository, and the environment's steps; None if unsolved."""
+    started = time.time()
+    subprocess.run([sys.executable, *command.split(), "--seed", str(seed), "--output_dir", folder],
+                   cwd=ROOT, check=True, capture_output=True, timeout=LIMIT_S,
+                   env={**os.environ, "PYTHONPATH": str(ROOT)})
+    seconds = time.time() - started
+    metrics = json.loads(Path(folder, "metrics.json").read_text())
+    (row,) = metrics.get("rows", [metrics])  # one_process has a row for each number of environments
+    return (seconds, row["env_steps"]) if row["solved"] else None
+
+
+def peers(python, command, seed, folder):
+    """The same of a program beside this one, until it says so."""
+    program, *flags = command.split()
+    started = time.time()
+    process = subprocess.Popen([python, HERE / program, *flags, str(seed)], cwd=folder, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                               start_new_session=True, env={**os.environ, "TMPDIR": folder})
+    try:
+        out, _ = process.communicate(timeout=LIMIT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # whatever it has started
+        process.wait()
+    said = [json.loads(line) for line in out.splitlines() if line.startswith('{"at"')]
+    solved = said and said[-1]["mean"] > 475
+    return (said[-1]["at"] - started, said[-1]["env_steps"]) if solved else None
+
+
+def main(argv=None):
+    """Print the table and write metrics.json."""
+    parser = PlainParser(__doc__)
+    parser.set_defaults(example="benchmark_peers", device="cpu", seed=0, world_size=None)
+    add, names = parser.add_argument, [*OURS, *PEERS]
+    add("--only", choices=names, nargs="+", default=names, metavar="NAME",
+        help=f"of {', '.join(names)}")
+    add("--rounds", type=bounded(int, at_least=1), default=5, metavar="N", help="seeds")
+    add("--environments", type=Path, default=Path("outputs", "peers"), metavar="DIR",
+        help="where the others are installed")
+    add("--output_dir", type=Path, default=Path("outputs", "benchmark_peers"), metavar="DIR",
+        help="for metrics.json")
+    args = parser.parse_args(argv)
+    require_writable_folder("--output_dir", args.output_dir)
+    pythons = {name: python_of(PEERS[name][1], args.environments.resolve())
+               for name in args.only if name in PEERS}
+    runs = {name: [] for name in args.only}
+    with report.progress(args.rounds * len(runs), "run") as bar:
+        for seed in range(args.rounds):
+            for name, of_name in runs.items():
+                bar.set_description(name)
+                with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                    of_name.append(peers(pythons[name], PEERS[name][0], seed, folder)
+                                   if name in PEERS else ours(OURS[name], seed, folder))
+                bar.update()
+    rows = [row_of(name, of_name) for name, of_name in runs.items()]
+    metrics = report.save_metrics(args, {"rounds": args.rounds, "rows": rows}, backend="several")
+    for row in rows:
+        print(f"{row['name']:22}{row['solved']} of {args.rounds} solved"
+              + (f", in {row['seconds']:6.1f} s ({row['low']:.1f} to {row['high']:.1f}), with "
+                 f"{row['env_steps']:,.0f} environment steps" if row["solved"] else ""))
+    return metrics
+
+
+def row_of(name, runs):
+    """Medians and range of what was solved."""
+    solved = [run for run in runs if run is not None]
+    row = {"name": name, "solved": len(solved)}
+    if solved:
+        seconds, env_steps = zip(*solved, strict=True)
+        row |= {"seconds": statistics.median(seconds), "low": min(seconds), "high": max(seconds),
+                "env_steps": statistics.median(env_steps)}
+    return row
+
+
+if __name__ == "__main__":
+    main()

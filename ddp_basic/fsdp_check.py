@@ -1,0 +1,192 @@
+"""The oracle of `fsdp.py`: every step of every way, held against one process that has its own Adam.
+
+The lesson trains in all three ways. Then `full` trains with a checkpoint, is interrupted while it
+writes the second one (`fsdp_recording.py`), and goes on: on as many ranks and, where this command
+starts all of them, on fewer. All in float64, in which a mistake cannot be taken for rounding.
+"""
+
+import shutil
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common.launch import launch
+from common.oracle import Comparison, by_rank, flat, verdict
+from torch import nn
+
+from ddp_basic import fsdp as lesson
+from ddp_basic.fsdp_recording import STOPPED_IN, recorded
+
+EPOCHS, STEPS, NOT_USED = 3, 2, 5  # of each training; of an epoch; samples that fill no batch
+TOLERANCE = 1e-9
+WHY = "float64 sums in another order"
+MOST_SENT = 1.5, 20_000  # of the formula, and bytes besides: gloo's headers, rows that fill up
+
+
+def single_process(args):
+    """Train one network on the batches of all ranks joined, with Adam as its authors write it.
+
+    Returns:
+        For each step a dict; lists in it are of the ranks, or of the parameters. And the mean loss
+        of each epoch.
+    """
+    ends = [10, 10, 5] if args.model == "toy" else [10] + [args.width] * args.layers + [5]
+    torch.manual_seed(args.seed)
+    layers = [nn.Linear(*pair) for pair in pairwise(ends)]  # the lesson's initial weights
+    weights = [weight for layer in layers for weight in (layer.weight, layer.bias)]
+    means, squares = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+    inputs = normal(1000 * args.seed + 1, args.local_batch_size, 10)
+    labels = inputs @ normal(args.seed, 10, 5) / 10**0.5
+    steps, losses_of_epochs = [], []
+    for epoch in range(1, args.epochs + 1):
+        generator = torch.Generator().manual_seed(args.seed + epoch)
+        order = torch.randperm(args.local_batch_size, generator=generator)
+        for number in range(STEPS):
+            batch = order[number * args.global_batch_size : (number + 1) * args.global_batch_size]
+            x = inputs[batch]
+            for layer in layers[:-1]:
+                x = layer(x).clamp(min=0)
+            errors = (layers[-1](x) - labels[batch]).square().mean(dim=1)
+            gradients = torch.autograd.grad(errors.mean(), weights)
+            t = len(steps) + 1
+            with torch.no_grad():
+                for w, m, v, g in zip(weights, means, squares, gradients, strict=True):
+                    m += 0.1 * (g - m)
+                    v += 0.001 * (g * g - v)
+                    w -= args.lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+            shares = [range(rank, len(batch), args.world_size) for rank in range(args.world_size)]
+            steps.append({
+                "samples": [[inputs[batch[share]], labels[batch[share]]] for share in shares],
+                "loss": [errors[share].mean().item() for share in shares],
+                "gradients": kept(gradients), "weights": kept(weights),
+                "Adam's means": kept(means), "Adam's squares": kept(squares)})
+        losses = [sum(step["loss"]) / args.world_size for step in steps[-STEPS:]]
+        losses_of_epochs.append(sum(losses) / STEPS)
+    return steps, losses_of_epochs
+
+
+def normal(seed, *shape):
+    """Random numbers that follow from a seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kept(tensors):
+    """As they are now."""
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def record(rank, world_size, args):
+    """Run the lesson with a recorder; rank 0 returns the findings."""
+    torch.set_default_dtype(torch.float64)
+    everyone = [None] * world_size
+    with recorded(everyone, STEPS, args):
+        metrics = lesson.run_worker(rank, world_size, args)
+    return compare(metrics, everyone, args) if rank == 0 else None
+
+
+def check(args):
+    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+    args.epochs, args.layers, args.width = EPOCHS, min(args.layers, 3), min(args.width, 63)
+    args.local_batch_size = STEPS * args.global_batch_size + NOT_USED
+    alone = args.rank is None and not dist.is_torchelastic_launched()
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder, args.resumed = Path(folder, "checkpoints"), False
+        compared = launch(record, args, lesson.role_name)
+        for ranks in sorted({1, args.world_size // 2} - {0, args.world_size}, reverse=True):
+            if compared and alone and args.sharding in ("all", "full"):
+                args.world_size, args.sharding, args.resumed = ranks, "full", True
+                args.folder = Path(folder, f"of {ranks}")
+                shutil.copytree(Path(folder, "torn"), args.folder)
+                fewer = launch(record, args, lesson.role_name)
+                compared["findings"] += fewer["findings"]
+        return verdict(compared)
+
+
+def compare(metrics, everyone, args):
+    """The findings as a dict, on rank 0; `everyone` has the recorded trainings of all ranks."""
+    findings = Comparison(f"{args.world_size} processes")
+    steps, losses = single_process(args)
+    ranks = f" by {args.world_size}" if args.resumed else ""
+    parts = {"stopped": slice(STOPPED_IN * STEPS), "resumed": slice((STOPPED_IN - 1) * STEPS, None)}
+    for training in everyone[0]:
+        steps_of = [of_rank[training] for of_rank in everyone]
+        expected = steps[parts.get(training, slice(None))]
+        for name in ("samples", "loss"):
+            findings.close(f"{training}{ranks}, {name}", by_rank(steps_of, name),
+                           [of_ranks(step[name]) for step in expected], TOLERANCE,
+                           "each rank's share of the same global batches")
+        for name in ("gradients", "weights", "Adam's means", "Adam's squares"):
+            run, oracle = by_rank(steps_of, name), [flat(step[name]) for step in expected]
+            if training == "replicas" or (training == "optimizer" and "Adam" not in name):
+                run = [{rank: vector(own) for rank, own in of_all.items()} for of_all in run]
+                oracle = [of_ranks([step] * args.world_size) for step in oracle]
+            else:  # the rows of all ranks; of `optimizer`, one rank has all rows
+                run = [vector([torch.cat(rows) for rows in zip(*of_all.values(), strict=False)])
+                       for of_all in run]
+            findings.close(f"{training}{ranks}, {name}", run, oracle, TOLERANCE, WHY)
+        if training == "full":
+            sizes = [weight.numel() for weight in steps[0]["weights"]]
+            layers = list(map(sum, zip(sizes[::2], sizes[1::2], strict=True)))
+            most = max(step["gathered"] for of_rank in steps_of for step in of_rank)
+            findings.holds(f"{training}, gathered at a time", most <= max(layers),
+                           f"{most} numbers at most in forward; the layers have {layers}")
+    if "stopped" in everyone[0]:
+        whole, resumed = ([of_rank[training] for of_rank in everyone]
+                          for training in ("full", "resumed"))
+        for name in ("loss", "weights", "Adam's means", "Adam's squares"):
+            again, once = ([{rank: own if name == "loss" else vector(own)
+                             for rank, own in of_all.items()} for of_all in by_rank(steps_of, name)]
+                           for steps_of in (resumed, whole))
+            findings.equal(f"resumed as if never stopped, {name}", again,
+                           once[(STOPPED_IN - 1) * STEPS :],
+                           "nothing may depend on the interruption")
+        findings.holds("checkpoints left", args.left == [f"epoch{EPOCHS:05}"],
+                       f"{', '.join(args.left)} of {EPOCHS} epochs")
+    for row in metrics["rows"]:
+        findings.close(f"{row['sharding']}{ranks}, reported losses", row["losses"], losses,
+                       TOLERANCE, WHY, unit="epoch")
+        if not args.resumed:
+            compare_bytes(findings, row, steps[0]["weights"], everyone, args)
+    return findings.as_dict()
+
+
+def vector(tensors):
+    """All numbers of a list of tensors, also of an empty one: a step that was not recorded."""
+    return flat(tensors) if tensors else torch.empty(0)
+
+
+def of_ranks(values):
+    """A list as `by_rank` names its entries."""
+    return {f"rank {rank}": value for rank, value in enumerate(values)}
+
+
+def compare_bytes(findings, row, weights, everyone, args):
+    """The bytes that a way reports, against those of what was recorded, and the formulas."""
+    way, n, size = row["sharding"], args.world_size, 8 * sum(weight.numel() for weight in weights)
+    counted = []
+    for of_rank in everyone:
+        last = of_rank[way][-1]
+        counters = sum(mean.numel() > 0 for mean in last["Adam's means"])  # a number of 8 bytes
+        if way == "full":
+            counters = len(weights)  # also of what this rank has no rows of
+        of_adam = sum(8 * tensor.numel() for name in ("Adam's means", "Adam's squares")
+                      for tensor in last[name])
+        counted.append([*(sum(8 * tensor.numel() for tensor in last[name])
+                          for name in ("weights", "gradients")), of_adam + 8 * counters])
+    reported = [row["per_rank"][kind] for kind in ("parameters", "gradients", "optimizer")]
+    findings.equal(f"{way}, reported bytes held", list(zip(*reported, strict=True)), counted,
+                   "of the tensors after the last step", unit="rank")
+    held = {"replicas": 4, "optimizer": 2 + 2 / n, "full": 4 / n}[way]
+    sent = {"replicas": 2, "optimizer": 3, "full": 3}[way] * (n - 1) / n
+    findings.close(f"{way}, reported formulas", [row["formula_mb"], row["sent_formula_mb"],
+                                                 row["held_mb"]],
+                   [held * size / 1e6, sent * size / 1e6, max(map(sum, counted)) / 1e6], 1e-12,
+                   "sizes of the model; what the fullest rank holds", unit="number")
+    if row["sent_mb"] is not None:
+        factor, more = MOST_SENT
+        findings.holds(f"{way}, reported bytes sent",
+                       0.99 * sent <= 1e6 * row["sent_mb"] / size <= factor * sent + more / size,
+                       f"{row['sent_mb']:.4f} MB in a step, by the formula "
+                       f"{sent * size / 1e6:.4f} MB, without gloo's headers")

@@ -1,0 +1,162 @@
+"""The folders of `fsdp.py --checkpoint`: a checkpoint is there as a whole or not at all.
+
+    DIR/epoch00003/              the last whole one
+        .metadata                which file has which rows of which tensor
+        __0_0.distcp ...         of each rank, what it has written
+        training.json            settings and history
+    DIR/.epoch00004.tmp/         being written, or left by a rank that was killed: never read
+
+All ranks write into the temporary folder. When all are done, it gets its name, in one step.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+from pathlib import PosixPath
+
+import torch
+import torch.distributed as dist
+from common.checkpoint import NotSavedError
+from common.cli import given, refuse, require_writable_folder, shortened, starts_rank
+from torch.distributed.checkpoint import DefaultLoadPlanner, filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+
+ABOUT = "training.json"
+# The types of which dcp makes its metadata, a pickle.
+PLAIN = {(kind.__module__, kind.__qualname__) for kind in (
+    metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata,
+    metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties,
+    metadata.TensorStorageMetadata, metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
+    torch.Size, PosixPath)} | {("torch", str(kind).removeprefix("torch.")) for kind in (
+        torch.float32, torch.float64)} | {("torch.serialization", "_get_layout")}
+
+
+def begin(folder, epoch):
+    """The empty temporary folder of an epoch. All ranks must call this."""
+    temporary = folder / f".epoch{epoch:05}.tmp"
+    if dist.get_rank() == 0:
+        remove_temporaries(folder)  # of an earlier run that was killed
+    dist.barrier()  # or rank 0 could remove what another one has begun to write
+    return temporary
+
+
+def publish(temporary, epoch, about):
+    """On rank 0, when all have written: give the folder its name, and remove the older ones.
+
+    Raises:
+        NotSavedError: if the disk is full, or the folder has become read-only.
+    """
+    whole = temporary.with_name(f"epoch{epoch:05}")
+    with said_in_words(temporary):
+        (temporary / ABOUT).write_text(json.dumps(about))
+        os.rename(temporary, whole)
+        for older in whole_ones(whole.parent)[:-1]:
+            # Removing takes several steps, between which we can be killed. In another name, what is
+            # left is not taken for a whole one.
+            shutil.rmtree(older.rename(older.with_name(f".{older.name}.tmp")))
+
+
+def whole_ones(folder):
+    """The whole checkpoints in a folder, the last one at the end."""
+    found = [path for path in folder.glob("epoch*") if path.name[5:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def latest(folder):
+    """The last whole checkpoint, after a look at what dcp would unpickle; None if there is none."""
+    if not (whole := whole_ones(folder)):
+        return None
+    with (whole[-1] / ".metadata").open("rb") as file:
+        layout = _PlainMetadata(file).load()
+    for part in layout.storage_data.values():
+        if (whole[-1] / part.relative_path).stat().st_size < part.offset + part.length:
+            raise EOFError(f"{part.relative_path} is too short")
+    return whole[-1]
+
+
+class _PlainMetadata(pickle.Unpickler):
+    """Unpickles dcp's metadata, and nothing else: a pickle can run any code."""
+
+    def find_class(self, module, name):
+        if (module, name) not in PLAIN:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
+        return super().find_class(module, name)
+
+
+class PlainValues(DefaultLoadPlanner):
+    """Reads what is not a tensor with `weights_only=True`, which dcp by itself does not."""
+
+    def load_bytes(self, read_item, value):
+        """Raises UnpicklingError for anything but plain values."""
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+@contextlib.contextmanager
+def said_in_words(folder):
+    """In place of what dcp raises, a traceback of each rank: one line, in `NotSavedError`."""
+    try:
+        yield
+    except (CheckpointException, OSError) as error:
+        failures = getattr(error, "failures", {dist.get_rank(): (error, None)})
+        cause, _ = failures.get(dist.get_rank()) or next(iter(failures.values()))
+        why = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+        raise NotSavedError(f"could not use {folder}: {why}") from None
+
+
+def about(folder):
+    """Settings and history of a whole checkpoint."""
+    return json.loads((folder / ABOUT).read_text())
+
+
+def require_useful(args, settings):
+    """Before any process starts: refuse a folder in which this training cannot begin or go on.
+
+    Args:
+        args: the parsed flags.
+        settings: the names of those that must be as they were.
+    """
+    if args.folder is None:
+        if args.resumed:
+            refuse("--resume requires --checkpoint DIR, the folder to continue from")
+        return
+    if args.sharding != "full":
+        refuse(f"--checkpoint {shortened(args.folder)} requires --sharding full: "
+               "the other ways have nothing that a single file could not hold")
+    if not starts_rank(args, 0):
+        return
+    require_writable_folder("--checkpoint", args.folder)
+    where = f"--checkpoint {shortened(args.folder)}"
+    try:
+        found = latest(args.folder)
+        saved = found and about(found)
+        history = found and [float(row["loss"]) for row in saved["history"]]
+        if found and saved["example"] != args.example:
+            raise ValueError
+        theirs = found and {name: saved["settings"][name] for name in settings}
+    except Exception:  # whatever comes of bytes that we did not write
+        refuse(f"{where} has no whole checkpoint of {args.example}; give another folder")
+    if found and not args.resumed:
+        refuse(f"{where} has a training of {len(history)} epochs; give --resume, or another folder")
+    if args.resumed and not found:
+        refuse(f"{where} must have a checkpoint with --resume, and has none")
+    for name, value in (theirs or {}).items():
+        if getattr(args, name) != value:
+            refuse(f"{given(args, name)} must be {value}, as in {where}")
+    if found and len(history) >= args.epochs:
+        refuse(f"{given(args, 'epochs')} must be above {len(history)}, the epochs that {where} has")
+
+
+def remove_temporaries(folder):
+    """What ranks were writing, or removing, and did not finish. None may be at it now."""
+    for left in folder.glob(".epoch*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def clean_up(args):
+    """After a run, where rank 0 was started: remove what killed ranks have left."""
+    if args.folder is not None and starts_rank(args, 0):
+        remove_temporaries(args.folder)

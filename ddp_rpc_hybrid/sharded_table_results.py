@@ -1,0 +1,89 @@
+"""What a run of `sharded_table.py` says of itself: metrics, the picture, the last line."""
+
+import torch
+import torch.distributed as dist
+from common import report
+
+from ddp_rpc_hybrid import results as hybrid
+from ddp_rpc_hybrid.data import BATCHES
+from ddp_rpc_hybrid.results import log_epoch, of_epoch  # noqa: F401  as main.py's
+
+WORDS = {
+    "en": {**hybrid.WORDS["en"],
+           "title": "A table of {rows:,} rows, spread over {trainers} trainers"},
+    "ja": {**hybrid.WORDS["ja"], "title": "{rows:,}行の表を{trainers}個のトレーナーに分割"},
+}
+PER_RANK = ("table_bytes", "table_gradient_bytes")
+
+
+def bytes_sent(table, rank, indices, offsets):
+    """What a step of one trainer sends over the wire, there and back, but for DDP's all_reduce.
+
+    Args:
+        table: after the lookup.
+        rank: of the trainer; what it asks itself does not travel.
+        indices, offsets: its batch.
+    """
+    others, integer = table.world_size - 1, indices.itemsize
+    of_row = next(table.parameters()).shape[1] * torch.get_default_dtype().itemsize
+    if hasattr(table, "part"):
+        asked = (indices // table.part != rank).sum().item()
+        # Two counts for each owner, a row and a bag for each question; the sums, their gradients.
+        return integer * 2 * (others + asked) + 2 * others * len(offsets) * of_row
+    # Rings: the all_reduce of the length, the all_gather of the indices; a reduce_scatter of the
+    # rows, an all_gather of their gradients.
+    all_reduce = 2 * others / table.world_size * integer
+    return all_reduce + others * table.length * (integer + 2 * of_row)
+
+
+def of_trainer(epochs, train_s, n_bytes, model):
+    """The metrics of one trainer.
+
+    Args:
+        epochs: `of_epoch` for each.
+        train_s: seconds of the training loop.
+        n_bytes: `bytes_sent` of all steps together.
+        model: after the last step.
+    """
+    steps, n_trainers = len(epochs) * BATCHES, dist.get_world_size()
+    dense_bytes = sum(param.nbytes for param in model.fc.parameters())
+    all_reduce_bytes = 2 * (n_trainers - 1) / n_trainers * dense_bytes  # what a ring sends
+    [rows] = model.table.parameters()
+    return {"epochs": epochs, "steps_per_s": steps / train_s,
+            "bytes_per_step": n_bytes / steps + all_reduce_bytes,
+            "table_bytes": bytes_here(rows.detach()), "table_gradient_bytes": bytes_here(rows.grad)}
+
+
+def bytes_here(tensor):
+    """Those of a tensor in the memory of this rank: a DTensor's part, a sparse one's entries."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if tensor.is_sparse:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return tensor.nbytes
+
+
+def over_trainers(trainers):
+    """The means over what `of_trainer` gave on each trainer; of the table, the largest part."""
+    largest = {key: max(trainer[key] for trainer in trainers) for key in PER_RANK}
+    return {**hybrid.over_trainers(trainers), **largest}
+
+
+def finish(metrics, args):
+    """Write metrics.json, draw `loss.png`, print the last line; the whole metrics."""
+    device = "cpu" if metrics["backend"] == "gloo" else None
+    metrics = report.save_metrics(args, {**metrics, "exchange": args.exchange},
+                                  metrics["backend"], device)
+    plot([metrics], args)
+    first, last = metrics["epochs"][0], metrics["epochs"][-1]
+    trainers = "1 trainer" if args.world_size == 1 else f"{args.world_size} trainers"
+    print(f"{trainers}, {args.exchange}: loss {first['loss']:.2f} -> {last['loss']:.2f}, "
+          f"accuracy {first['accuracy']:.0%} -> {last['accuracy']:.0%} "
+          f"(chance {1 / args.num_classes:.0%}) | {metrics['steps_per_s']:.0f} steps/s per "
+          f"trainer, {metrics['bytes_per_step'] / 1000:.1f} kB a step, "
+          f"{metrics['table_bytes'] / 1000:,.1f} kB of the table each")
+    return metrics
+
+
+def plot(runs, args):
+    """Draw `loss.png`: loss and accuracy per epoch, from the metrics of one or several runs."""
+    hybrid.plot(runs, args, WORDS, args.world_size)

@@ -1,0 +1,142 @@
+"""A server whose gradients are never older than K steps (`--consistency bounded`): beyond 6_6.
+
+Between `lock` and `async`: trainers overlap, and who is fast waits before it makes a slow one's
+gradient too old. With `--max_staleness 1`, the second step of trainer2 has to wait here:
+
+    trainer1   forward ------------- backward ------------- step
+    trainer2      forward -- step    forward -- ............... step
+                  (trainer1's weights are 1 step old; a second one would make them 2 steps old)
+
+    python param_server/main.py --consistency bounded --max_staleness 1
+
+What is bounded is how many steps come between reading weights and applying their gradient: the
+bounded delay of Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI
+2014), there counted in tasks: 0 is sequential, no bound is asynchronous. Stale synchronous parallel
+(Ho et al., NIPS 2013) bounds something else: how many steps the fastest worker is ahead of the
+slowest. With N workers a gradient may then be about N times as many steps old.
+"""
+
+from torch.distributed import rpc
+from torch.futures import Future
+
+from param_server.async_server import AsyncParameterServer
+
+
+class Bound:
+    """Who may read and who may step, so that no gradient is older than K steps; without RPC.
+
+    In flight are the forwards whose steps are not made yet. Order them by when they read, oldest
+    first, and let age be the number of steps since then: always, age + place <= K.
+
+    1. The invariant holds: a forward is let in last, with age 0, only while at most K are in
+       flight, and a step is let through only if it holds for all others afterwards.
+    2. Hence no gradient is older than K: its age is at most K minus its place when it is let
+       through, and only one step at a time is let through, so that no other comes between.
+    3. Nobody waits for ever: the oldest may always step, because all others get one step older and
+       move up one place; and where none is in flight, any forward may read.
+
+    K = 0 lets one trainer at a time from its forward to its step; a large K holds nobody back.
+
+    Args:
+        max_staleness: K, at least 0.
+    """
+
+    def __init__(self, max_staleness):
+        self.max_staleness, self.steps = max_staleness, 0
+        self.read_at = {}  # of the forwards in flight: trainer -> steps made when it read
+        self.stepping = None  # the trainer that was let through and has not stepped yet
+        self.waiting = []  # (trainer, what it wants: "read" or "step", what is returned then)
+
+    def may_read(self):
+        """Whether one more forward can be in flight."""
+        return len(self.read_at) <= self.max_staleness
+
+    def may_step(self, trainer):
+        """Whether a step of this trainer leaves all others in flight young enough."""
+        others = sorted(moment for other, moment in self.read_at.items() if other != trainer)
+        return self.stepping is None and all(
+            self.steps + 1 - moment + place <= self.max_staleness
+            for place, moment in enumerate(others))
+
+    def ask(self, trainer, wish, turn):
+        """A trainer waits to "read" or to "step"; `go_on` returns `turn` when it may."""
+        self.waiting.append((trainer, wish, turn))
+
+    def go_on(self):
+        """Let everyone go on who may: the oldest gradient first, then forwards as they came."""
+        turns = []
+        steps = [entry for entry in self.waiting if entry[1] == "step"]
+        for entry in sorted(steps, key=lambda entry: self.read_at[entry[0]]):
+            if self.may_step(entry[0]):
+                self.stepping = entry[0]
+                turns.append(entry)
+        for entry in [entry for entry in self.waiting if entry[1] == "read"]:
+            if self.may_read():
+                self.read(entry[0])
+                turns.append(entry)
+        self.waiting = [entry for entry in self.waiting if entry not in turns]
+        return [turn for _, _, turn in turns]
+
+    def read(self, trainer):
+        """A trainer that was let in reads the weights as they are now: it is the youngest."""
+        self.read_at[trainer] = self.steps
+
+    def stepped(self, trainer):
+        """A trainer has stepped."""
+        self.steps += 1
+        self.leave(trainer)
+
+    def leave(self, trainer):
+        """The forward of a trainer is not in flight any more."""
+        self.read_at.pop(trainer, None)
+        self.waiting = [entry for entry in self.waiting if entry[0] != trainer]
+        if self.stepping == trainer:
+            self.stepping = None
+
+
+class BoundedParameterServer(AsyncParameterServer):
+    """A parameter server whose trainers ask before they read and before they step.
+
+    An answer is a future, which keeps no thread of the server while a trainer waits.
+    """
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.bound = Bound(args.max_staleness)
+
+    @rpc.functions.async_execution
+    def acquire_read(self, trainer):
+        """A future that is completed when this trainer's forward may read the weights."""
+        turn = Future()
+        self.change(self.bound.ask, trainer, "read", turn)
+        return turn
+
+    @rpc.functions.async_execution
+    def acquire_step(self, trainer):
+        """A future that is completed when this trainer may step, as the next one of all."""
+        turn = Future()
+        self.change(self.bound.ask, trainer, "step", turn)
+        return turn
+
+    def note_read(self, trainer):
+        """Its weights are those of now, not of when it was let in."""
+        super().note_read(trainer)
+        if trainer is not None:
+            self.change(self.bound.read, trainer)
+
+    def note_step(self, trainer):
+        """Others may have waited for this step."""
+        super().note_step(trainer)
+        self.change(self.bound.stepped, trainer)
+
+    def give_up(self, trainer):
+        """The step of this trainer will not come: nobody shall wait for it."""
+        self.change(self.bound.leave, trainer)
+
+    def change(self, what, *about):
+        """Say to the bound what has happened, and wake those who may go on now."""
+        with self.lock:
+            what(*about)
+            turns = self.bound.go_on()
+        for turn in turns:
+            turn.set_result(None)

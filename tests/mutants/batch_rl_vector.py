@@ -1,0 +1,81 @@
+"""Mistakes in batch_rl's vector environments and in their double buffering."""
+
+from tests.mutants import Mutant
+
+MAIN, VECTOR, DOUBLE = "batch_rl/main.py", "batch_rl/vector_agent.py", "batch_rl/double_buffering.py"
+
+
+def mutant(name, old, new, check, file=VECTOR, flags=()):
+    return Mutant(name, file, old, new, check=check, program=MAIN, flags=flags)
+
+
+MUTANTS = [
+    mutant("the step of a reset counted", "        returns[resets] = np.nan\n", "", "vector environments, returns"),
+    mutant("resets counted as environment steps", "(~returns.isnan()).sum()", "returns.numel()",
+           "vector environments, times", "batch_rl/results.py"),
+    mutant("the last step of a stretch taken for the reset", "np.concatenate([np.zeros_like(over[:1]), over[:-1]])",
+           "over.copy()", "vector environments, returns"),
+    mutant("returns over several stretches", "np.where(over[step], beyond[step], R)", "R", "vector environments, returns"),
+    mutant("a terminal state bootstrapped", "np.where(self.terminated, 0.0, self.rewards", "np.where(False, 0.0, self.rewards",
+           "vector environments, returns"),
+    mutant("the time limit taken for a fall", "beyond = np.where(self.terminated, 0.0",
+           "beyond = np.where(self.terminated | self.truncated, 0.0", "vector environments, returns"),
+    mutant("a time limit that does not end a stretch", "over = self.terminated | self.truncated", "over = self.terminated.copy()",
+           "vector environments, returns"),
+    mutant("the end of the episode taken for a fall", "        over[-1] = True  # of the episode\n",
+           "        over[-1] = True\n        self.terminated[-1] = True\n", "vector environments, returns"),
+    mutant("the end of the episode does not end a stretch", "        over[-1] = True  # of the episode\n", "",
+           "vector environments, (returns|reward)"),
+    mutant("returns cut one step early", "R = self.rewards[step] + gamma * np.where(over[step], beyond[step], R)",
+           "R = np.where(over[step], beyond[step], self.rewards[step] + gamma * R)", "vector environments, returns"),
+    mutant("first lengths off by one", "over.argmax(0) + 1.0", "over.argmax(0) + 0.0", "vector environments, reward"),
+    mutant("one seed for all observers", "self.envs.reset(n_steps, seed)", "self.envs.reset(n_steps, 0)", "vector environments, states"),
+    mutant("rewards of the wrong step", "(states, self.rewards[step], self.terminated[step]",
+           "(states, self.rewards[step - 1], self.terminated[step]", "vector environments, returns"),
+    mutant("environments and steps exchanged", "torch.tensor(returns.T)", "torch.tensor(returns.reshape(returns.T.shape))",
+           "vector environments, returns|error"),
+    mutant("resets in the mean and the spread", "torch.std_mean(self.returns[played], correction=0)",
+           "torch.std_mean(self.returns.nan_to_num(), correction=0)", "vector environments, loss"),
+    mutant("normalised group by group", "        weights = torch.where(played, (self.returns - mean) / (std + EPS), 0.0)\n",
+           "        weights = torch.cat([torch.where(~part.isnan(), (part - part.nanmean()) / (part[~part.isnan()].std(correction=0) + EPS), 0.0)\n"
+           "                             for part in self.returns.chunk(self.n_groups, dim=1)], dim=1)\n", "double buffering, loss"),
+    mutant("zero_grad for each piece", "                piece_loss.backward()  # the",
+           "                self.optimizer.zero_grad()\n                piece_loss.backward()  # the", "gradients"),
+    mutant("zero_grad forgotten", "        self.optimizer.zero_grad()\n", "", "vector environments, gradients"),
+    mutant("only the last piece of an episode", "        for first in range(0, len(states), steps):\n",
+           "        for first in range(steps * ((len(states) - 1) // steps), len(states), steps):\n", "error|log probs"),
+    mutant("other dropout masks when it learns", "self.probs(states[piece], self.keep[piece])",
+           "self.probs(states[piece], self.keep[::-1][piece].copy())", "vector environments, log probs"),
+    mutant("each piece with the masks of the first", "self.probs(states[piece], self.keep[piece])",
+           "self.probs(states[piece], self.keep[: len(states[piece])])", "vector environments, log probs"),
+    mutant("dropout without its scale", "policy.affine2.weight / (1 - policy.dropout.p)", "policy.affine2.weight", "vector environments, (actions|log probs)"),
+    mutant("one dropout mask for all steps", "self.keep[where])[..., 0]", "self.keep[0 if ob_id is None else (0, [ob_id])])[..., 0]",
+           "vector environments, (actions|states)"),
+    mutant("left for right", "(self.uniforms[where] > left)", "(self.uniforms[where] < left)", "vector environments, actions"),
+    mutant("the greedy action", "(self.uniforms[where] > left)", "(left < 0.5)", "vector environments, actions"),
+    mutant("one by one, the random numbers of another observer", "(len(saved), [ob_id])",
+           "(len(saved), [0])", "vector environments, (actions|states)"),
+    mutant("one by one, the answer of the first environment for all", "        return actions[0]\n",
+           "        return actions[0][:1] * len(actions[0])\n", "vector environments, actions"),
+    mutant("saved by request, not by observer", "group.saved_log_probs[ob_id].append(saved)", "group.saved_log_probs[0].append(saved)",
+           "error"),
+    mutant("both groups ask as the first", "names = agent_rref.owner(), [GroupName(0), GroupName(1)]",
+           "names = agent_rref.owner(), [GroupName(0), GroupName(0)]", "error|forwards", DOUBLE),
+    mutant("the groups' answers exchanged", "actions = futures[g].wait()", "actions = futures[1 - g].wait()",
+           "double buffering, (actions|states)", DOUBLE),
+    mutant("the states of the other group sent", "               args=(names[g], self.id, states.tobytes()))\n        returns",
+           "               args=(names[1 - g], self.id, states.tobytes()))\n        returns", "double buffering, (actions|states)|error", DOUBLE),
+    mutant("states overwritten that the training still needs", "        states = np.frombuffer(b\"\".join(states), np.float32).reshape(-1, self.num_envs, 4)\n",
+           "        states = np.frombuffer(b\"\".join(states), np.float32).reshape(-1, self.num_envs, 4)\n"
+           "        memory = self.__dict__.setdefault(str(ob_id), np.empty_like(states))\n        memory[:] = states\n        states = memory\n",
+           "vector environments, log probs"),
+    mutant("both groups share one set of states", "super().local_value().groups[self.number]", "super().local_value().groups[0]",
+           "error|forwards"),
+    mutant("one seed for both groups", "seed + g * group.envs.num_envs", "seed", "double buffering, states", DOUBLE),
+    mutant("the second group's seeds begin with the first group's second", "seed + g * group.envs.num_envs", "seed + g",
+           "double buffering, states", DOUBLE, flags=["--envs_per_observer", 2]),
+    mutant("returns of the groups in the other order", "torch.cat(returns)", "torch.cat(returns[::-1])",
+           "double buffering, returns", DOUBLE),
+    mutant("lengths of one group only", "sum(lengths.mean() for lengths in first_lengths).item() / 2", "first_lengths[0].mean().item()",
+           "double buffering, reward", DOUBLE),
+]

@@ -1,0 +1,342 @@
+"""Tutorial 6_3 today: ddp_basic/fsdp.py."""
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn import functional
+
+from ddp_basic import fsdp, fsdp_check, fsdp_checkpoint, fsdp_memory
+from tests.helpers import bad, end, nothing_left, running, script, torchrun
+
+MAIN = "ddp_basic/fsdp.py"
+EPOCHS, DIES_IN = 3, 2  # the epoch in which a rank is killed
+HONEST = fsdp.run_worker
+RANKS = 2
+FLAGS = ["--sharding", "full", "--model", "toy", "--epochs", EPOCHS, "--world_size", RANKS, "--global_batch_size", 64]
+SLOW_START_S = 100  # that a real process may take on a busy machine
+
+
+def train(folder, *flags):
+    """In this process; SystemExit if it fails."""
+    where = ["--checkpoint", folder / "run", "--output_dir", folder]
+    return fsdp.main(list(map(str, [*FLAGS, *where, *flags])))
+
+
+def state_of(folder, scratch):
+    """What a checkpoint holds, put together: plain tensors."""
+    dcp_to_torch_save(folder, scratch / "whole.pt")
+    return torch.load(scratch / "whole.pt", weights_only=True)
+
+
+def leaves(state, name=""):
+    """The entries of nested dicts and lists, `{name: entry}`."""
+    if isinstance(state, dict):
+        return {key: leaf for k, v in state.items() for key, leaf in leaves(v, f"{name}.{k}").items()}
+    return {name: state}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """In all processes: sums on another number of threads are not bitwise identical."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+# --- what it computes
+
+
+def test_check_passes(tmp_path, capfd):
+    """Four ranks; what they have written is continued by four, two and one."""
+    differences = fsdp.main(["--check", "--output_dir", str(tmp_path)])
+    assert max(differences.values()) < 1e-12
+    for name in ("weights", "Adam's means", "Adam's squares", "loss"):
+        assert differences[f"resumed as if never stopped, {name}"] == 0
+        for training in ("replicas", "optimizer", "full", "resumed", "resumed by 2", "resumed by 1"):
+            assert f"{training}, {name}" in differences
+    out, err = capfd.readouterr()
+    assert out.count(": ok\n") == len(differences)
+    assert err == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def ignores_the_moments(rank, world_size, args):
+    fsdp.set_state_dict = lambda model, optimizer, **states: (
+        model.load_state_dict(states["model_state_dict"]), optimizer.state.clear())
+    return fsdp_check.record(rank, world_size, args)
+
+
+def test_check_can_fail(tmp_path, monkeypatch, capfd):
+    """Adam's state is part of the training: without it, an interruption shows."""
+    monkeypatch.setattr(fsdp_check, "record", ignores_the_moments)
+    with pytest.raises(SystemExit) as stop:
+        fsdp.main(["--check", "--model", "toy", "--sharding", "full", "--world_size", "1", "--output_dir", str(tmp_path)])
+    assert stop.value.code == 1
+    failed = {line.split("] ")[1].split(": ")[0] for line in capfd.readouterr().out.splitlines()
+              if line.endswith("FAIL")}
+    assert {"resumed, weights", "resumed as if never stopped, weights"} <= failed
+    assert not any(name.startswith(("stopped", "full")) for name in failed)
+
+
+def test_what_a_run_shows(tmp_path, capfd):
+    metrics = fsdp.main(["--layers", "5", "--width", "128", "--epochs", "1", "--global_batch_size", "256",
+                         "--output_dir", str(tmp_path)])
+    out, err = capfd.readouterr()
+    assert err == ""  # a normal run prints no warning
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.json", "sharding.png"]
+    width, height = struct.unpack(">II", (tmp_path / "sharding.png").read_bytes()[16:24])
+    assert min(width, height) > 300
+    rows = {row["sharding"]: row for row in metrics["rows"]}
+    size = metrics["parameters"] * 4 / 1e6
+    assert metrics["parameters"] == 11 * 128 + 4 * 129 * 128 + 5 * 129
+    for way, sizes, sent in (("replicas", 4, 1.5), ("optimizer", 2.5, 2.25), ("full", 1, 3)):
+        assert rows[way]["formula_mb"] == pytest.approx(sizes * size)
+        assert rows[way]["held_mb"] == pytest.approx(sizes * size, rel=0.05)
+        if rows[way]["sent_mb"] is not None:  # gloo's reduce-scatter sends as much as an all-reduce
+            assert rows[way]["sent_mb"] == pytest.approx(sent * size, rel=0.1)
+        assert rows[way]["losses"] == pytest.approx(rows["replicas"]["losses"], rel=1e-5)
+        assert rows[way]["losses"][0] > 0
+    assert re.fullmatch(r"68,\d{3} parameters on 4 ranks: a rank holds at most 1.09 MB \(replicas\), .*; "
+                        r"it sends in a step .*", out.splitlines()[-1])
+
+
+def test_formulas():
+    """Of N ranks, in sizes of the model, as in the paper's figure 1: 4, 2 + 2/N, 4/N."""
+    for ranks in (1, 2, 64):
+        held = [sum(fsdp_memory.formula(way, 1, ranks)[kind] for kind in fsdp_memory.KINDS) for way in fsdp.WAYS]
+        assert held == pytest.approx([4, 2 + 2 / ranks, 4 / ranks])
+    assert {fsdp_memory.formula(way, 1, 1)["sent"] for way in fsdp.WAYS} == {0}
+
+
+def test_global_batches_do_not_depend_on_the_ranks(tmp_path):
+    args = fsdp.build_parser().parse_args(["--global_batch_size", "60", "--output_dir", str(tmp_path)])
+    alone = fsdp.batches_of(0, 1, 1, args)
+    assert [len(batch) for batch in alone] == [60] * 8
+    for ranks in (2, 3, 4):
+        shares = [fsdp.batches_of(rank, ranks, 1, args) for rank in range(ranks)]
+        for batch, *of_ranks in zip(alone, *shares, strict=True):
+            assert len({len(share) for share in of_ranks}) == 1
+            assert sorted(torch.cat(of_ranks).tolist()) == sorted(batch.tolist())
+    assert not torch.equal(alone[0], fsdp.batches_of(0, 1, 2, args)[0])
+
+
+def test_under_torchrun_and_in_a_manual_launch(tmp_path, free_port):
+    """What the ranks of torchrun have written, two terminals continue."""
+    flags = ["--sharding", "full", "--model", "toy", "--checkpoint", "run"]
+    with running(torchrun(2, MAIN, *flags, "--epochs", 1), tmp_path) as process:
+        out, err = end(process, within_s=SLOW_START_S)
+        assert process.returncode == 0, err
+    for logs in (tmp_path / "tmp").glob("torchelastic_*"):  # torchrun leaves them, empty
+        shutil.rmtree(logs)
+    assert [line for line in err.splitlines() if "OMP_NUM_THREADS" not in line and "***" not in line] == []
+    assert out.splitlines()[-1].startswith("165 parameters on 2 ranks: ")
+    command = script(MAIN, *flags, "--resume", "--epochs", 2, "--world_size", 2, "--master_addr", "localhost",
+                     "--master_port", free_port)
+    with running([*command, "--rank", "0"], tmp_path) as one, running([*command, "--rank", "1"], tmp_path) as two:
+        (out, err), (other, _) = (end(process, within_s=SLOW_START_S) for process in (one, two))
+        assert (one.returncode, two.returncode, err, other) == (0, 0, "", "")
+    assert out.startswith("[rank0] full: epoch 2 ")
+    nothing_left(one, tmp_path)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["epoch00002"]
+
+
+# --- what a kill leaves
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A training that nobody disturbs: its folder and its metrics."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return folder, train(folder)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_in_a_step(rank, world_size, args):
+    """In the middle of an epoch of eight steps, between two checkpoints."""
+    calls, honest = [], functional.mse_loss
+
+    def counted(*values):
+        calls.append(1)
+        if rank == 1 and len(calls) == 8 * (DIES_IN - 1) + 4:
+            die()
+        return honest(*values)
+
+    functional.mse_loss = counted
+    return HONEST(rank, world_size, args)
+
+
+def dies_while_writing(rank, world_size, args):
+    """With half of its own file written, while the others write theirs."""
+    honest = filesystem.FileSystemWriter.write_data
+
+    def half(self, plan, planner):
+        written = honest(self, plan, planner)
+        if rank == 1 and self.path.name == f".epoch{DIES_IN:05}.tmp":
+            file = self.path / f"__{rank}_0.distcp"
+            os.truncate(file, file.stat().st_size // 2)
+            die()
+        return written
+
+    filesystem.FileSystemWriter.write_data = half
+    return HONEST(rank, world_size, args)
+
+
+def dies_before_the_name(rank, world_size, args):
+    """All have written everything; only the folder has not got its name."""
+    honest = fsdp_checkpoint.publish
+
+    def dying(temporary, epoch, about):
+        if epoch == DIES_IN:
+            die()
+        honest(temporary, epoch, about)
+
+    fsdp_checkpoint.publish = dying
+    return HONEST(rank, world_size, args)
+
+
+def dies_while_it_removes(rank, world_size, args):
+    """The new checkpoint is there; of the older one, a file is gone."""
+    honest = shutil.rmtree
+
+    def dying(folder, **options):
+        if folder.name == f".epoch{DIES_IN - 1:05}.tmp":
+            next(folder.iterdir()).unlink()
+            die()
+        honest(folder, **options)
+
+    shutil.rmtree = dying
+    return HONEST(rank, world_size, args)
+
+
+MOMENTS = {dies_in_a_step: (1, DIES_IN - 1), dies_while_writing: (1, DIES_IN - 1),
+           dies_before_the_name: (0, DIES_IN - 1), dies_while_it_removes: (0, DIES_IN)}
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__name__)
+def test_killed(moment, undisturbed, tmp_path, monkeypatch, capfd):
+    """Resumed from the last whole checkpoint, it ends with every bit of a training that nobody interrupted."""
+    whole, metrics = undisturbed
+    capfd.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(fsdp, "run_worker", moment)
+        with pytest.raises(SystemExit) as stop:
+            train(tmp_path)
+    rank, last = MOMENTS[moment]
+    assert stop.value.code == 1
+    assert capfd.readouterr().err == f"error: rank {rank} (rank{rank}) was killed by SIGKILL; stopped 1 other process\n"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [f"epoch{last:05}"]
+    left = tmp_path / "run" / f".epoch{DIES_IN:05}.tmp"  # as if the launcher had been killed, too
+    left.mkdir()
+    (left / "__7_0.distcp").write_text("half")
+    resumed = train(tmp_path, "--resume")
+    assert resumed["rows"][0]["losses"] == metrics["rows"][0]["losses"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [f"epoch{EPOCHS:05}"]
+    names = [sorted(path.name for path in (folder / "run" / f"epoch{EPOCHS:05}").iterdir())
+             for folder in (tmp_path, whole)]
+    assert names[0] == names[1]
+    ours, theirs = (leaves(state_of(folder / "run" / f"epoch{EPOCHS:05}", tmp_path)) for folder in (tmp_path, whole))
+    assert ours.keys() == theirs.keys()
+    assert sum(isinstance(entry, torch.Tensor) for entry in theirs.values()) == 4 * 4  # weights, moments, counters
+    for name, entry in theirs.items():
+        assert torch.equal(ours[name], entry) if isinstance(entry, torch.Tensor) else ours[name] == entry, name
+
+
+def has_no_room(rank, world_size, args):
+    def full(self, plan, planner):
+        raise OSError(28, "No space left on device")
+
+    filesystem.FileSystemWriter.write_data = full
+    return HONEST(rank, world_size, args)
+
+
+def test_a_full_disk_is_said_in_words(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(fsdp, "run_worker", has_no_room)
+    with pytest.raises(SystemExit) as stop:
+        train(tmp_path)
+    assert stop.value.code == 1
+    assert re.fullmatch(rf"error: rank \d \(rank\d\) could not use {tmp_path}/run/.epoch00001.tmp: No space left on "
+                        r"device; stopped 1 other process\n", capfd.readouterr().err)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+# --- what can go wrong
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    *(bad("--world_size", value, says=("--world_size", value, "at least 1")) for value in ("0", "two")),
+    *(bad("--epochs", value, says=("--epochs", value, "at least 1")) for value in ("0", "1.5")),
+    *(bad("--layers", value, says=("--layers", value, "at least 1 and at most 1000")) for value in ("0", "1001")),
+    *(bad("--global_batch_size", value, says=("--global_batch_size", value, "at least 1 and at most 512"))
+      for value in ("0", "513")),
+    bad("--global_batch_size", "30", says=("--global_batch_size 30 must be a multiple of --world_size 4",)),
+    bad("--lr", "0", says=("--lr", "0", "above 0")),
+    bad("--sharding", "grads", says=("--sharding", "grads", "optimizer")),
+    bad("--model", "resnet", says=("--model", "resnet", "toy")),
+    bad("--width", "10000000", says=("--width 10000000", "GB of memory or more")),
+    bad("--resume", says=("--resume requires --checkpoint DIR",)),
+    bad("--checkpoint", "run", says=("--checkpoint run requires --sharding full",)),
+    bad("--checkpoint", "run", "--sharding", "full", "--resume",
+        says=("--checkpoint run must have a checkpoint with --resume",)),
+    bad("--checkpoint", "/dev/null", "--sharding", "full", says=("--checkpoint /dev/null", "file exists")),
+])
+def test_bad_input(flags, says, refused):
+    refused(fsdp.main, flags, says)
+
+
+class Dangerous:
+    """What runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("it was executed",)
+
+
+DAMAGE = {"truncated": "no whole checkpoint", "dangerous": "no whole checkpoint", "another example": "no whole checkpoint",
+          "no history": "no whole checkpoint", "--seed": "--seed 0 must be 3", "--model": "--model toy must be mlp",
+          "without --resume": f"has a training of {EPOCHS} epochs; give --resume", "all epochs": f"--epochs {EPOCHS} must be above {EPOCHS}"}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_not_this_trainings_checkpoint(kind, undisturbed, tmp_path, refused):
+    """Refused before any process starts; and nothing in it is executed, removed or changed."""
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed[0] / "run", run)
+    last = run / f"epoch{EPOCHS:05}"
+    about = json.loads((last / fsdp_checkpoint.ABOUT).read_text())
+    if kind == "truncated":
+        os.truncate(last / "__1_0.distcp", 100)
+    elif kind == "dangerous":
+        (last / ".metadata").write_bytes(pickle.dumps(Dangerous()))
+    elif kind == "another example":
+        about["example"] = "rpc_rl"
+    elif kind == "no history":
+        del about["history"]
+    elif kind.startswith("--"):
+        about["settings"][kind.removeprefix("--")] = {"--seed": 3, "--model": "mlp"}[kind]
+    (last / fsdp_checkpoint.ABOUT).write_text(json.dumps(about))
+    before = {path: path.read_bytes() for path in last.iterdir()}
+    more = [] if kind == "without --resume" else ["--resume"]
+    refused(fsdp.main, list(map(str, [*FLAGS, "--checkpoint", run, *more])), ["--checkpoint", DAMAGE[kind]])
+    assert {path: path.read_bytes() for path in last.iterdir()} == before
+    assert not Path("it was executed").exists()
+
+
+def test_values_are_read_as_weights_only(tmp_path):
+    """Also what is not a tensor, in the files that dcp itself would unpickle whatever it is."""
+    torch.save(Dangerous(), tmp_path / "value")
+    with contextlib.chdir(tmp_path), pytest.raises(pickle.UnpicklingError):
+        fsdp_checkpoint.PlainValues().load_bytes(None, (tmp_path / "value").open("rb"))
+    assert not (tmp_path / "it was executed").exists()
