@@ -161,10 +161,11 @@ def run_worker(rank, world_size, args):
     losses, windows = [], {num_split: [] for num_split in args.num_splits}
     for batch in range(args.num_batches + 1):
         for num_split in args.num_splits:
-            dist.barrier()  # the clock starts when both are ready
+            dist.barrier()  # both are ready
             started = time.time()
+            dist.barrier()  # and neither begins before both have read the clock
             loss = pipeline.train_step(num_split)
-            dist.barrier()  # and stops when both have made their step
+            dist.barrier()  # both have made their step
             windows[num_split].append((started, time.time()))
             if pipeline.has_loss:
                 losses.append(report.require_finite(loss, f"at step {len(losses) + 1}"))

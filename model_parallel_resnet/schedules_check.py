@@ -23,6 +23,7 @@ from model_parallel_resnet.recording import StepByStep, state
 # What the names of the other program's layers begin with, for each stage; the stages of each rank.
 HALVES = [("conv1", "bn1", "layer1", "layer2"), ("layer3", "layer4", "fc")]
 QUARTERS = [("conv1", "bn1", "layer1"), ("layer2",), ("layer3",), ("layer4", "fc")]
+LATE = 0.05  # s, longer than a micro-batch's first forward
 PLACES = {"gpipe": [[0], [1]], "1f1b": [[0], [1]], "interleaved": [[0, 2], [1, 3]],
           "zero_bubble": [[0, 2], [1, 3]], "zero_bubble_v": [[0, 3], [1, 2]]}
 
@@ -67,14 +68,18 @@ class Recorder(StepByStep):
         self.layers = [name for stage in stages for name in layers[stage]]
         self.models = {stage: torch.nn.Module() for stage in stages}
         register_optimizer_step_post_hook(lambda *_: self.after_step())
-        honest = dist.destroy_process_group
+        leave, barrier = dist.destroy_process_group, dist.barrier
 
         def gather_first():
             self.gathered = [None] * len(lesson.STAGES)
             dist.all_gather_object(self.gathered, (self.ours, self.theirs))
-            honest()
+            leave()
 
-        dist.destroy_process_group = gather_first
+        def come_late():  # the rank whose clock is read: the other could begin before
+            barrier()
+            time.sleep(LATE * (self.last in stages))
+
+        dist.destroy_process_group, dist.barrier = gather_first, come_late
 
     def before(self, module, inputs):
         """A micro-batch comes to this stage."""

@@ -24,6 +24,8 @@ MUTANTS = [
            "self.schedules[1].step(", "micro-batches"),
     mutant("clock started only once", "            started = time.time()\n",
            "            started = locals().get('started') or time.time()\n", "timed"),
+    mutant("begins before the other has read the clock",
+           "            dist.barrier()  # and neither begins before both have read the clock\n", "", "timed"),
     mutant("micro-batches not counted anew", "            model.micro_batch = 0\n",
            "            pass\n", "micro-batches"),
     mutant("the first stage's micro-batches alone counted anew", "        for model in self.models:\n            model.micro",
