@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 
 import pytest
@@ -11,6 +12,8 @@ workers.PRELOAD.append("tests.preload")  # once for all tests, not once in each 
 # Several runs share the cores, and a process that polls its shared memory would take the time of all others.
 # What is started cold (tests/helpers.py) sends as it does for a user.
 os.environ.setdefault("RPC_TRANSPORTS", "uv")
+# Where a script has started pytest in the background, Ctrl-C would be ignored here and by all that is started.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Each worker takes a file at a time; the long ones must not come last.
 LONG = ("test_faults.py", "test_faults_of_commands.py", "test_machines.py", "test_notebooks.py", "test_param_server.py",
