@@ -18,7 +18,7 @@ import torch
 from torch.distributed import rpc
 
 from batch_rl.main import Observer
-from batch_rl.vector_agent import Environments, GroupName, VectorAgent
+from batch_rl.vector_agent import Environments, VectorAgent
 
 
 class DoubleBufferedObserver(Observer):
@@ -32,19 +32,17 @@ class DoubleBufferedObserver(Observer):
     def run_episode(self, agent_rref, batch, n_steps, seed):
         """See `VectorObserver.run_episode`; the seed is that of the first environment of all."""
         select_action = VectorAgent.select_action_batch if batch else VectorAgent.select_action
-        agent, names = agent_rref.owner(), [GroupName(0), GroupName(1)]
-        futures = []
+        agent, futures = agent_rref.owner(), []
         for g, group in enumerate(self.groups):
             states = group.reset(n_steps, seed + g * group.envs.num_envs)
-            futures.append(rpc.rpc_async(agent, select_action,
-                                         args=(names[g], self.id, states.tobytes())))
+            futures.append(rpc.rpc_async(agent, select_action, args=(g, self.id, states.tobytes())))
         for step in range(n_steps):
             for g, group in enumerate(self.groups):
                 actions = futures[g].wait()  # the other group's request is under way meanwhile
                 states = group.step(step, actions)
                 if step + 1 < n_steps:
                     futures[g] = rpc.rpc_async(agent, select_action,
-                                               args=(names[g], self.id, states.tobytes()))
+                                               args=(g, self.id, states.tobytes()))
         returns, first_lengths = zip(*(group.returns(self.gamma) for group in self.groups),
                                      strict=True)
         return torch.cat(returns), sum(lengths.mean() for lengths in first_lengths).item() / 2
