@@ -91,9 +91,11 @@ def main(argv=None):
     keep_memory()  # as in all processes of the other ways
     seconds = {}
     for _ in range(args.rounds):
-        seconds.setdefault((ALONE, 1), []).append(statistics.median(train_alone(args)[0][1:]))
-        for way, command in WAYS.items():
-            for num_split, median in run(command, args).items():
+        # One process before and after: the machine's speed may change meanwhile.
+        for way, command in [(ALONE, None), *WAYS.items(), (ALONE, None)]:
+            medians = (run(command, args) if command
+                       else {1: statistics.median(train_alone(args)[0][1:])})
+            for num_split, median in medians.items():
                 seconds.setdefault((way, num_split), []).append(median)
     alone = statistics.median(seconds[ALONE, 1])
     rows = [{"way": way, "num_split": num_split, "median_s": statistics.median(times),
