@@ -6,7 +6,7 @@
 # make learn   the workbook: write a part of a lesson, and its oracle judges it (exercises/README.md)
 # make learn-check  do all exercises fail as shipped, and pass when they are solved?
 # make lint    ruff
-# make bench   the numbers of the pages, measured again (about an hour)
+# make bench   the numbers of the pages, measured again (about two hours)
 # make docs-check  do the pages say what the code and docs/results/ say? Part of make test
 PYTHON ?= python3
 BIN := .venv/bin

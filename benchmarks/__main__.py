@@ -2,7 +2,7 @@
 
 Every headline command runs several times, one round after the other.
 
-    python -m benchmarks                    all (`make bench`; about an hour on 2 cores)
+    python -m benchmarks                    all (`make bench`; two hours and more on 2 cores)
     python -m benchmarks rpc_rl batch_rl    some
     python -m benchmarks --quick            each once, with flags that make it short
     python -m benchmarks --draw             only the pictures again, from the last measurement
@@ -30,7 +30,7 @@ from common.worker_env import core_count
 from tqdm import tqdm
 
 from benchmarks import pictures
-from benchmarks.headlines import HEADLINES
+from benchmarks.headlines import HEADLINES, ON_REQUEST
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -106,7 +106,8 @@ def main(argv=None):
     """Measure; write JSON and pictures."""
     parser = PlainParser(__doc__)
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help=f"of {', '.join(HEADLINES)} (default: all)")
+    add("names", nargs="*", metavar="NAME",
+        help=f"of {', '.join(HEADLINES)} (default: all but {', '.join(ON_REQUEST)})")
     add("--rounds", type=bounded(int, at_least=1), default=3, help="runs of each command")
     add("--quick", action="store_true", help="each once, short; leaves docs/ alone")
     add("--draw", action="store_true", help="measure nothing; draw the last measurement again")
@@ -115,7 +116,7 @@ def main(argv=None):
     unknown = set(args.names) - set(HEADLINES)
     if unknown:
         refuse(f"NAME {unknown.pop()} must be one of {', '.join(HEADLINES)}", None)
-    names = args.names or list(HEADLINES)
+    names = args.names or [name for name in HEADLINES if name not in ON_REQUEST]
     os.environ["PICTURE_LANGUAGES"] = "en,ja"  # for the commands, too
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the command would run on
     kept, results = (KEPT / "quick", KEPT / "quick") if args.quick else (KEPT, RESULTS)

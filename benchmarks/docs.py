@@ -6,6 +6,7 @@
 In a page, in either language (`*.ja.md` is Japanese):
 
     <!-- = rpc_rl env_steps_per_s -->1659 (1602 to 1790)<!-- end -->     a median with its range
+    <!-- = rpc_rl env_steps_per_s .0f median -->1659<!-- end -->         without it
     <!-- map 6_5_rpc_rl -->...<!-- end -->        the table of docs/walk/6_5_rpc_rl.json
 """
 
@@ -47,14 +48,16 @@ def written(page):
 
 
 def number(what, language):
-    """A median with its range: `NAME KEY` or `NAME KEY FORMAT`, as in `rpc_rl wall_s .0f`."""
+    """A median with its range: `NAME KEY`, `NAME KEY FORMAT` or `NAME KEY FORMAT median`."""
     name, key, *form = what.split()
     path = ROOT / "docs/results" / f"{name}.json"
     results = json.loads(path.read_text()) if path.exists() else {"range": {}}
     if key not in results["range"]:
         return NOT_MEASURED
-    (low, high), form = results["range"][key], form[0] if form else ".3g"
+    (low, high), (form, *alone) = results["range"][key], form or [".3g"]
     median, low, high = (format(value, form) for value in (results["median"][key], low, high))
+    if alone or results["median"].get("rounds", 1) > 1 == len(results["runs"]):
+        return median  # the page says of how many; or the command itself has made several rounds
     if len(results["runs"]) == 1:
         return f"{median}（1回）" if language == "ja" else f"{median} (1 run)"
     if low == high:

@@ -72,8 +72,9 @@ STEPS = (("training steps of all trainers", "trainers"),
          ("全トレーナーの訓練ステップ", "トレーナー数"))
 GROWING = {
     "rpc_rl": Growth(
-        "rpc_rl/main.py --world_size {n+1} --max_episodes 6", (1, 2, 4, 8, 15), "ranks",
-        lambda metrics: metrics["env_steps_per_s"], lambda n: n, ENV_STEPS, "--max_episodes 1"),
+        "rpc_rl/main.py --world_size {n+1} --max_episodes 6 --reward_threshold 300",
+        (1, 2, 4, 8, 15), "ranks", lambda metrics: metrics["env_steps_per_s"], lambda n: n,
+        ENV_STEPS, "--max_episodes 1"),
     "batch_rl": Growth(
         "batch_rl/main.py --observers {n} --num_episode 2 --num_steps 300", (1, 2, 4, 8, 15),
         "ranks", batched, lambda n: n, ENV_STEPS, "--num_episode 1 --num_steps 20"),

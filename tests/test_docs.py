@@ -9,12 +9,13 @@ import pytest
 from benchmarks import docs
 from tests.helpers import ROOT, commands_in
 
-READMES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.md") if ".venv" not in path.parts)
+READMES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.md") if not {".venv", "outputs"} & {*path.parts})
 PLACEHOLDERS = {"HOST": "localhost"}
 
 
 def module_of(path):
-    return importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    name = path.removesuffix(".py").replace("/", ".")
+    return importlib.import_module(name if (ROOT / path).exists() else f"{name}.__main__")
 
 
 def documented():

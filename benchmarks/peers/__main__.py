@@ -37,7 +37,6 @@ OURS = {  # the commands of this repository, without --seed and --output_dir
 }
 PEERS = {  # name: (program and flags, without the seed, requirements)
     "torchrl": ("with_torchrl.py --seed", "torchrl.txt"),
-    "torchrl_2_collectors": ("with_torchrl.py --collectors 2 --num_envs 4 --seed", "torchrl.txt"),
     "sample_factory": ("with_sample_factory.py", "sample_factory.txt"),
 }
 
@@ -83,8 +82,8 @@ def peers(python, command, seed, folder):
     return (said[-1]["at"] - started, said[-1]["env_steps"]) if solved else None
 
 
-def main(argv=None):
-    """Print the table and write metrics.json."""
+def build_parser():
+    """What runs, and how often."""
     parser = PlainParser(__doc__)
     parser.set_defaults(example="benchmark_peers", device="cpu", seed=0, world_size=None)
     add, names = parser.add_argument, [*OURS, *PEERS]
@@ -95,7 +94,12 @@ def main(argv=None):
         help="where the others are installed")
     add("--output_dir", type=Path, default=Path("outputs", "benchmark_peers"), metavar="DIR",
         help="for metrics.json")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv=None):
+    """Print the table and write metrics.json."""
+    args = build_parser().parse_args(argv)
     require_writable_folder("--output_dir", args.output_dir)
     pythons = {name: python_of(PEERS[name][1], args.environments.resolve())
                for name in args.only if name in PEERS}
