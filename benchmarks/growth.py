@@ -110,7 +110,7 @@ GROWING = {
 }
 WORDS = {
     "en": {"title": "{name}", "x": "{grows}", "y": "{unit} per second", "law": "fitted law",
-           "one": "{rounds} run(s) of each size: median and range"},
+           "one": "runs of each size: {rounds}; median and range"},
     "ja": {"title": "{name}", "x": "{grows}", "y": "{unit}（1秒あたり）", "law": "当てはめた法則",
            "one": "各サイズにつき{rounds}回の測定（中央値と範囲）"},
 }
@@ -184,7 +184,7 @@ def plot(row, metrics, args):
     sizes = [point["size"] for point in row["measured"]]
     curve = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / 60) for i in range(61)]
     path = args.output_dir / f"{name}.png"
-    for axes, texts in picture.in_each_language(path, words, [metrics], name=name,
+    for axes, texts in picture.in_each_language(path, words, [metrics], name=law.command.split()[0],
                                                 rounds=args.rounds):
         rates, low, high = ([point[key] for point in row["measured"]]
                             for key in ("per_s", "low", "high"))

@@ -131,9 +131,11 @@ def _interruptible():
         what comes later finds us stopping.
     """
     interrupted = threading.Event()
-    listening = False
+    listening, told_to_end = False, False
 
-    def interrupt(*_):
+    def interrupt(signum, _):
+        nonlocal told_to_end
+        told_to_end |= signum != signal.SIGINT
         first = not interrupted.is_set()
         interrupted.set()
         if listening and first:
@@ -160,7 +162,8 @@ def _interruptible():
         yield here
     finally:
         for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+            # A second SIGTERM must not kill us on the way out.
+            signal.signal(signum, signal.SIG_IGN if told_to_end else handler)
 
 
 def _count(ranks):

@@ -82,19 +82,19 @@ def wait_for_worker(run, rank, way, folder):
     raise AssertionError("no rank has started")
 
 
-@pytest.mark.parametrize("fault", ["SIGINT", "SIGTERM twice", "SIGTERM and a frozen rank", "SIGKILL"])
+@pytest.mark.parametrize("fault", ["SIGINT", "SIGTERM ten times", "SIGTERM and a frozen rank", "SIGKILL"])
 def test_fault_of_a_real_launcher(fault, tmp_path):
-    """Ctrl-C goes to all processes of a terminal; `timeout` sends SIGTERM twice; a killed one cannot clean up."""
+    """Ctrl-C goes to all processes of a terminal; `timeout` repeats SIGTERM; a killed one cannot clean up."""
     cold = fault in ("SIGINT", "SIGKILL")
     with running(script("rpc_rl/main.py"), tmp_path, until="episode 10 ", cold=cold) as run:
         if "frozen" in fault:
             os.kill(workers(run)[2], signal.SIGSTOP)
-        for _ in range(2 if "twice" in fault else 1):
+        for pause in range(10 if "ten" in fault else 1):  # until it is gone; also on its way out
             if fault == "SIGINT":
                 os.killpg(run.pid, signal.SIGINT)
-            else:
-                os.kill(run.pid, getattr(signal, fault.split()[0]))
-            time.sleep(0.005)
+            elif run.poll() is None:
+                run.send_signal(getattr(signal, fault.split()[0]))
+            time.sleep(0.005 * pause)
         _, err = run.communicate(timeout=20)
         assert run.returncode == (-signal.SIGKILL if fault == "SIGKILL" else 130)
         assert err == ("" if fault == "SIGKILL" else "\ninterrupted; stopped 3 processes\n")
