@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import cli, session, watch
+from common import cli, session, watch, workers
 from common.launch import launch
 from common.life import story_of
 from common.network import interface_towards, is_loopback
