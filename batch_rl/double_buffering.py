@@ -11,7 +11,7 @@ https://arxiv.org/abs/2006.11751):
     python batch_rl/main.py --observers 1 --envs_per_observer 512 --double_buffering
 
 Twice as many messages carry the same states. It wins where playing and acting can overlap: there
-must be a core that is idle otherwise.
+must be a core that is idle otherwise. On the two cores of our measurements it won nothing.
 """
 
 import torch

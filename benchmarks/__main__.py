@@ -154,7 +154,12 @@ def finish(name, folder, results):
 def runs_in(folder):
     """The metrics of the runs that are kept there, in their order."""
     return [json.loads((run / "metrics.json").read_text())
-            for run in sorted(folder.iterdir(), key=lambda run: int(run.name))]
+            for run in sorted(filter(is_whole, folder.iterdir()), key=lambda run: int(run.name))]
+
+
+def is_whole(run):
+    """Whether it has come to its end."""
+    return run.name.isdecimal()
 
 
 def draw(folders, results, quick):

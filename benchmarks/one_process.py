@@ -8,7 +8,6 @@ can step all environments: what the others distribute costs less than the messag
 """
 
 import statistics
-import threading
 import time
 
 import numpy as np
@@ -39,7 +38,7 @@ class OneProcess(VectorAgent):
         self.running_reward, self.num_envs = 0.0, num_envs
         self.seeds = torch.Generator().manual_seed(args.seed)
         self.rng = np.random.default_rng(args.seed)
-        self.ob_rrefs, self.lock = [None], threading.Lock()  # one observer, which is this process
+        self.ob_rrefs = [None]  # one observer, which is this process
         self.envs = Environments(num_envs, args.envs)
 
     def run_episode(self, batch):

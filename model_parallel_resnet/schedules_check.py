@@ -20,10 +20,10 @@ from model_parallel_resnet import check as oracle
 from model_parallel_resnet import schedules as lesson
 from model_parallel_resnet.recording import StepByStep, state
 
+LATE = 0.05  # s, longer than a micro-batch's first forward
 # What the names of the other program's layers begin with, for each stage; the stages of each rank.
 HALVES = [("conv1", "bn1", "layer1", "layer2"), ("layer3", "layer4", "fc")]
 QUARTERS = [("conv1", "bn1", "layer1"), ("layer2",), ("layer3",), ("layer4", "fc")]
-LATE = 0.05  # s, longer than a micro-batch's first forward
 PLACES = {"gpipe": [[0], [1]], "1f1b": [[0], [1]], "interleaved": [[0, 2], [1, 3]],
           "zero_bubble": [[0, 2], [1, 3]], "zero_bubble_v": [[0, 3], [1, 2]]}
 
