@@ -120,7 +120,7 @@ class Group:
         hidden, kept = self.policy.affine1.out_features, 1 - self.policy.dropout.p
         self.keep = np.empty((*shape, hidden), bool)
         for keep in self.keep:  # step by step, for the sake of the cache
-            # 64 random bits decide about four: less than half of the time of four `random()`.
+            # 64 random bits decide about four: a quarter of the time of four `random()`.
             bits = agent.rng.bit_generator.random_raw(keep.size // 4).view(np.uint16)
             np.less(bits.reshape(keep.shape), round(2**16 * kept), out=keep)
         self.uniforms = agent.rng.random(shape)
