@@ -30,6 +30,7 @@ from batch_rl.double_buffering import DoubleBufferedAgent
 from batch_rl.fast_agent import FastAgent
 from batch_rl.results import env_steps, with_observers
 from batch_rl.vector_agent import VectorAgent
+from benchmarks import one_core
 from benchmarks.one_process import OneProcess
 
 MODES = {"batched": True, "single": False}
@@ -76,7 +77,8 @@ def run_worker(rank, world_size, args):
 
 def measure(rank, world_size, args):
     """What `run_worker` returns."""
-    agents = {rung: RUNGS[rung](world_size, args) for rung in args.rungs}
+    rungs = one_core.RUNGS if args.one_core else RUNGS
+    agents = {rung: rungs[rung](world_size, args) for rung in args.rungs}
     plays = [(f"{rung}, {mode}", agent, batch)
              for rung, agent in agents.items() for mode, batch in MODES.items()]
     one_process = OneProcess(args, args.envs_per_observer * (world_size - 1))
@@ -98,6 +100,8 @@ def build_parser():
     parser.description = __doc__
     parser.set_defaults(example="benchmark_batch_rl",
                         output_dir=Path("outputs", "benchmark_batch_rl"))
+    parser.add_argument("--one_core", action="store_true",
+                        help="playing gives way to messages (one_core.py; for the last two rungs)")
     parser.add_argument("--rungs", choices=RUNGS, nargs="+", metavar="RUNG",
                         help=f"to compare, of {', '.join(RUNGS)} (default: all)")
     return parser
@@ -108,7 +112,10 @@ def main(argv=None):
     args = with_observers(build_parser().parse_args(argv))
     halves = args.envs_per_observer % 2 == 0
     args.envs = "vector" if args.envs == "plain" else args.envs  # of the rungs that have one
-    args.rungs = args.rungs or [rung for rung in RUNGS if rung != "double_buffering" or halves]
+    rungs = one_core.RUNGS if args.one_core else RUNGS
+    args.rungs = args.rungs or [rung for rung in rungs if rung != "double_buffering" or halves]
+    if unknown := set(args.rungs) - set(rungs):
+        refuse(f"--one_core is for {' and '.join(rungs)}, not for --rungs {unknown.pop()}")
     if "double_buffering" in args.rungs and not halves:
         refuse(f"--envs_per_observer {args.envs_per_observer} must be even for double buffering")
     metrics = launch(run_worker, args, lesson.role_name)

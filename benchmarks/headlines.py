@@ -67,6 +67,8 @@ HEADLINES = {  # name: (command, what makes it short, the keys that name the row
                      ("collective", "bytes", "way")),
     "growth": ("-m benchmarks.growth", "--quick --only p2p_train", ("name", "size")),
     "peers": ("-m benchmarks.peers --rounds 2", "--only one_process --rounds 1", ("name",)),
+    "latency": ("-m benchmarks.latency", "--round_trips 1 --turns 1 --steps 20",
+                ("round_trip_ms",)),
     "single_machine": ("model_parallel_resnet/single_machine.py", "--batch_size 4 --image_size 33",
                        ("model",)),
     "pipeline": ("model_parallel_resnet/main.py --num_splits 1 2 4 8 --timeline",
@@ -75,4 +77,4 @@ HEADLINES = {  # name: (command, what makes it short, the keys that name the row
                            "--arch resnet18 --image_size 64 --batch_size 8 --num_batches 1",
                            ("way", "num_split")),
 }
-ON_REQUEST = {"peers"}  # what they need is installed first, 2 GB
+ON_REQUEST = {"peers", "latency"}  # installs 2 GB; needs root

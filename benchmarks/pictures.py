@@ -10,7 +10,7 @@ from common import picture
 FROM_ALL_RUNS = {"batch_rl", "batch_rl_16", "batch_rl_64", "rpc_rnn", "batch_update",
                  "batch_update_tensors",
                  "ddp_rpc_hybrid", "ddp_rpc_hybrid_large", "ddp_rpc_hybrid_sparse",
-                 "hybrid_sharded", "ring",
+                 "hybrid_sharded", "latency", "ring",
                  "ring_sizes", "shared_memory", "hierarchical", "single_machine", "pipeline"}
 CONSISTENCY = {2: ("param_server", "param_server_lock"),  # trainers: two commands
                4: ("param_server_4", "param_server_4_lock")}
@@ -37,21 +37,23 @@ def draw(name, command, runs, folder):
         runs: the metrics of each.
         folder: for the pictures.
     """
-    _, *flags = command.split()
+    flags = command.removeprefix("-m ").split()[1:]
     program = importlib.import_module(program_of(command))
     args = program.build_parser().parse_args([*flags, "--output_dir", str(folder)])
     plot_of(command)(runs, args)
 
 
 def program_of(command):
-    """`rpc_rl.main` of `rpc_rl/main.py --world_size 3`."""
-    return command.split()[0].removesuffix(".py").replace("/", ".")
+    """`rpc_rl.main` of `rpc_rl/main.py --world_size 3`, `benchmarks.x` of `-m benchmarks.x`."""
+    return command.removeprefix("-m ").split()[0].removesuffix(".py").replace("/", ".")
 
 
 def plot_of(command):
     """The function that draws the pictures of a command."""
-    results = f"{program_of(command)}_results".replace("main_results", "results")
-    return importlib.import_module(results).plot
+    program = program_of(command)
+    if not command.startswith("-m "):  # the lessons have a module beside them that draws
+        program = f"{program}_results".replace("main_results", "results")
+    return importlib.import_module(program).plot
 
 
 def draw_consistency(runs, path):
