@@ -36,7 +36,8 @@ WORDS = {
     "en": {"title": "Two machines: what hiding messages saves", "y": "steps/s, without = 1",
            "x": "what the cable adds to a round trip (ms)", "prefetch": "rpc_rnn --prefetch",
            "double_buffering": "batch_rl --double_buffering, {envs} environments"},
-    "ja": {"title": "2台のマシン：通信を隠すと何倍速くなるか", "y": "ステップ/秒（隠さない場合＝1）",
+    "ja": {"title": "2台のマシン：通信の待ち時間を隠すと何倍速くなるか",
+           "y": "ステップ/秒（隠さない場合＝1）",
            "x": "ケーブルが往復に加える時間（ミリ秒）", "prefetch": "rpc_rnn --prefetch",
            "double_buffering": "batch_rl --double_buffering、環境{envs}個"},
 }
@@ -123,8 +124,8 @@ def main(argv=None):
             bar.update()
     metrics = report.save_metrics(args, {"rows": rows}, backend="tensorpipe")
     plot([metrics], args)
-    print("round trip   rpc_rnn, ms a step: plain, --prefetch         batch_rl, environment steps/s: "
-          "plain, --double_buffering")
+    print("round trip   rpc_rnn, ms a step: plain, --prefetch         "
+          "batch_rl, environment steps/s: plain, --double_buffering")
     for row in rows:
         print(f"+ {row['round_trip_ms']:4g} ms {row['plain_ms']:26.1f} {row['prefetch_ms']:8.1f}: "
               f"{row['prefetch_ratio']:.2f} {row['vector_per_s']:37.0f} "
