@@ -10,8 +10,9 @@ https://arxiv.org/abs/2006.11751):
 
     python batch_rl/main.py --observers 1 --envs_per_observer 512 --double_buffering
 
-Twice as many messages carry the same states. It wins where playing and acting can overlap: there
-must be a core that is idle otherwise. On the two cores of our measurements it won nothing.
+Twice as many messages carry the same states. It wins where there is something to wait for, and a
+core that is idle otherwise: between two machines, if a round trip takes about as long as one half
+plays, not on the two cores of one (docs/beyond.md).
 """
 
 import torch

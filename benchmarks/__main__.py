@@ -75,12 +75,17 @@ def measure(name, folder, quick):
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     command = command_of(name, quick)
-    ended = subprocess.run(
-        [sys.executable, *command.split(), "--output_dir", str(unfinished)], cwd=ROOT,
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    if ended.returncode:
+    with subprocess.Popen(
+            [sys.executable, *command.split(), "--output_dir", str(unfinished)], cwd=ROOT,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+        try:
+            _, err = process.communicate()
+        finally:
+            process.terminate()  # of an interruption it is told once, and ends what it has started
+    if process.returncode:
         raise SystemExit(
-            f"error: {command} ended with status {ended.returncode}: {ended.stderr[-1000:]}")
+            f"error: {command} ended with status {process.returncode}: {err[-1000:]}")
     unfinished.rename(folder)
 
 

@@ -48,17 +48,19 @@ def ip(*words):
     return subprocess.run(["ip", *map(str, words)], check=True, capture_output=True, text=True)
 
 
-def why_not():
-    """Why there can be no two machines here, or None."""
+def why_not(round_trip_s=None):
+    """Why there can be no two machines here, with such a cable, or None."""
     if shutil.which("ip") is None:
         return "needs `ip` (Debian's iproute2) to make two network namespaces"
     if os.geteuid() != 0:
         return "needs root to make two network namespaces"
     try:
-        with two_machines():
+        with two_machines(round_trip_s):
             return None
     except subprocess.CalledProcessError as error:
         return f"network namespaces cannot be made here ({error.stderr.strip()})"
+    except OSError as error:
+        return f"a long cable cannot be made here ({error})"
 
 
 @contextlib.contextmanager
@@ -120,8 +122,11 @@ def carry(one, other, delay_s, stop):
 
     Returns when the file descriptor `stop` can be read.
     """
-    # A cable does not wait for a core. In Linux this is for the calling thread alone.
-    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    # Both lines are for this thread alone. It waits for no core, if it may, and leaves all but the
+    # first one to others.
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     to = {one: other, other: one}
     under_way = collections.deque()  # (when it arrives, where, packet): all take the same time
     while True:
