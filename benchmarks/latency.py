@@ -5,9 +5,9 @@
                         waits for its actions (batch_rl/double_buffering.py)
 
 On one machine both have little to hide. Here two network namespaces are the machines
-(two_machines.py), with a core for each, and a cable that adds to each round trip. What is divided
-is `benchmarks.rpc_rnn`'s and `benchmarks.batch_rl`'s steps per second with the rung by those
-without, in turns within one run.
+(two_machines.py), with a core for each, and a cable that adds to each round trip. The result is how
+many times the steps per second a rung makes, in turns with the same without it: those of
+`benchmarks.rpc_rnn`, and of `benchmarks.batch_rl` with one observer.
 
     sudo .venv/bin/python -m benchmarks.latency                     about eight minutes
     sudo .venv/bin/python -m benchmarks.latency --round_trips 0 1   milliseconds

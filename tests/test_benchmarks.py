@@ -1,6 +1,9 @@
 """`python -m benchmarks`: what it keeps of its runs, and what it draws from them."""
 
 import json
+import signal
+import threading
+import time
 
 import pytest
 
@@ -76,3 +79,31 @@ def test_what_is_drawn_from_all_runs_can_be():
     """Its program has a results module with `plot(runs, args)`."""
     for name in pictures.FROM_ALL_RUNS:
         assert next(iter(pictures.plot_of(benchmarks.HEADLINES[name][0]).__code__.co_varnames)) == "runs"
+
+
+PROGRAM = """
+import pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+try:
+    pathlib.Path("{folder}", "started").touch()
+    time.sleep(60)
+finally:
+    pathlib.Path("{folder}", "tidied").touch()
+"""
+
+
+def test_an_interruption_lets_the_command_tidy_up(tmp_path, monkeypatch):
+    """What it has made, two network namespaces for instance, is gone when `python -m benchmarks` ends."""
+    (tmp_path / "program.py").write_text(PROGRAM.format(folder=tmp_path))
+    monkeypatch.setitem(benchmarks.HEADLINES, "program", (str(tmp_path / "program.py"), "", ()))
+
+    def interrupt():
+        while not (tmp_path / "started").exists():
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        benchmarks.measure("program", tmp_path / "1", quick=False)
+    assert (tmp_path / "tidied").exists()
+    assert not (tmp_path / "1").exists()
