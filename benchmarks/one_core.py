@@ -2,8 +2,7 @@
 
 An observer's request leaves, and its answer comes in, through threads of its process. They take
 microseconds, but on the only core they wait for the thread that plays, milliseconds each: with
-double buffering nothing would overlap. Here that thread runs only while nobody else wants the
-core, as it would if the machine had a second one.
+double buffering little would overlap. Here that thread runs only while nobody else wants the core.
 """
 
 import os
