@@ -15,6 +15,7 @@ carry as much as a Python process can. (Where the kernel has netem, `tc` delays 
 import collections
 import contextlib
 import fcntl
+import itertools
 import os
 import select
 import shutil
@@ -26,6 +27,7 @@ from typing import NamedTuple
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # of linux/if_tun.h
 MTU = 60_000  # bytes of a packet: few and large ones are less work for this process
+_numbers = itertools.count()  # of the pairs that this process has made
 
 
 class Machine(NamedTuple):
@@ -70,7 +72,8 @@ def two_machines(round_trip_s=None):
     Args:
         round_trip_s: what the cable adds to a question and its answer; None: no long cable.
     """
-    machines = [Machine(f"machine{n}-{os.getpid()}", f"10.123.45.{n}") for n in (1, 2)]
+    run = f"{os.getpid()}-{next(_numbers)}"
+    machines = [Machine(f"machine{n}-{run}", f"10.123.45.{n}") for n in (1, 2)]
     one, other = (machine.name for machine in machines)
     with contextlib.ExitStack() as stack:
         for machine in machines:
