@@ -38,8 +38,9 @@ def silent(rank, seconds):
 def leave_word(folder, rank, story):
     """In a failed rank: write what it knows where its launcher finds it, whole or not at all."""
     path = folder / f"failure{rank}"
-    path.with_suffix(".tmp").write_text(json.dumps(story))
-    path.with_suffix(".tmp").replace(path)
+    with contextlib.suppress(FileNotFoundError):  # the launcher was killed: another rank tidied up
+        path.with_suffix(".tmp").write_text(json.dumps(story))
+        path.with_suffix(".tmp").replace(path)
 
 
 def word_of(folder, rank):

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -122,6 +123,27 @@ def test_what_a_killed_rank_was_writing_is_removed(tmp_path, capfd):
         launch(die_while_writing, args, role_name)
     assert "rank 1 (worker1) was killed by SIGKILL" in capfd.readouterr().err
     assert list(tmp_path.rglob(".*.tmp")) == [others]
+
+
+def leave_at_once(rank, world_size, args):
+    return None
+
+
+def fail_without_a_folder(rank, world_size, args):
+    if rank == 0:
+        shutil.rmtree(Path(os.environ["INIT_METHOD"].removeprefix("file://")).parent)
+        raise ValueError
+    time.sleep(60)
+
+
+def test_a_failure_that_nobody_reads_leaves_nothing(tmp_path, monkeypatch, capfd):
+    """A killed launcher's ranks tidy up; one that fails before it notices must not leave a file of torch's."""
+    launch(leave_at_once, parse(), role_name)  # starts the fork server, whose socket is elsewhere
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(SystemExit):
+        launch(fail_without_a_folder, parse(), role_name)
+    assert "error: rank 0 (worker0) exited with status 1" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_loopback():
