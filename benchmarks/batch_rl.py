@@ -13,6 +13,7 @@ All play episodes in turns, within one run, their training included:
     python -m benchmarks.batch_rl --observers 1 --envs_per_observer 512 --rungs vector
 """
 
+import os
 import statistics
 import time
 from pathlib import Path
@@ -114,6 +115,8 @@ def main(argv=None):
     args.envs = "vector" if args.envs == "plain" else args.envs  # of the rungs that have one
     rungs = one_core.RUNGS if args.one_core else RUNGS
     args.rungs = args.rungs or [rung for rung in rungs if rung != "double_buffering" or halves]
+    if args.one_core and not hasattr(os, "SCHED_IDLE"):
+        refuse("--one_core needs Linux, where a thread can give way to all others")
     if unknown := set(args.rungs) - set(rungs):
         refuse(f"--one_core is for {' and '.join(rungs)}, not for --rungs {unknown.pop()}")
     if "double_buffering" in args.rungs and not halves:

@@ -114,6 +114,8 @@ def main(argv=None):
     """Measure, draw, print the table, write metrics.json."""
     args = build_parser().parse_args(argv)
     require_writable_folder("--output_dir", args.output_dir)
+    if args.envs_per_observer % 2:
+        refuse(f"--envs_per_observer {args.envs_per_observer} must be even for double buffering")
     if reason := why_not(round_trip_s=0):
         refuse(reason)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the machines would stay

@@ -102,7 +102,7 @@ def test_an_interruption_lets_the_command_tidy_up(tmp_path, monkeypatch):
             time.sleep(0.05)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()  # for ever, if the command does not start
     with pytest.raises(KeyboardInterrupt):
         benchmarks.measure("program", tmp_path / "1", quick=False)
     assert (tmp_path / "tidied").exists()
