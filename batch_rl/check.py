@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import Comparison, in_float64, verdict
 from torch import nn
 

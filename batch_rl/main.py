@@ -26,7 +26,7 @@ import time
 import gymnasium as gym
 import torch
 from common.cli import MOST_PROCESSES, Parser, bounded
-from common.launch import launch
+from common.launcher import launch
 from common.report import require_finite
 from common.session import device_for, rpc_options, wait_all
 from torch import nn, optim

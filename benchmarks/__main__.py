@@ -23,10 +23,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import joblib
 import torch
 from common import report
 from common.cli import PlainParser, bounded, refuse
-from common.worker_env import core_count
 from tqdm import tqdm
 
 from benchmarks import pictures
@@ -95,7 +95,7 @@ def summary(name, runs):
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
                             text=True)
     return {"command": f"python {HEADLINES[name][0]}", "commit": commit.stdout.strip(),
-            "machine": {"cores": core_count(), "system": platform.system(), "device": device()},
+            "machine": {"cores": joblib.cpu_count(), "system": platform.system(), "device": device()},
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "median": {key: statistics.median(values) for key, values in numbers.items()},
             "range": {key: [min(values), max(values)] for key, values in numbers.items()},

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from common import report
 from common.cli import refuse
-from common.launch import launch
+from common.launcher import launch
 from common.session import rpc_options
 from torch.distributed import rpc
 from torch.distributions import Categorical

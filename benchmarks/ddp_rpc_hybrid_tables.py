@@ -13,7 +13,7 @@ from unittest import mock
 
 from common import picture, report
 from common.cli import Parser, bounded
-from common.launch import launch
+from common.launcher import launch
 from tqdm import tqdm
 
 from ddp_rpc_hybrid.data import require_parts, require_tables

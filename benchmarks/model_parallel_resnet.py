@@ -18,7 +18,7 @@ import torch
 from common import report
 from common.cli import Parser, bounded
 from common.vision import import_torchvision
-from common.worker_env import keep_memory
+from common.session import keep_memory
 
 from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet import schedules

@@ -13,7 +13,7 @@ import torch
 from common import report
 from common.cli import bounded, refuse
 from common.data import load_data
-from common.launch import launch
+from common.launcher import launch
 from common.session import rpc_options
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer

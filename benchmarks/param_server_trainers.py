@@ -12,7 +12,7 @@ from pathlib import Path
 from common import picture, report
 from common.cli import PlainParser, bounded, require_processes, require_writable_folder
 from common.data import add_data_flags
-from common.launch import launch
+from common.launcher import launch
 
 from param_server import main as lesson
 from param_server import results

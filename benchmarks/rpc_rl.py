@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common import report
 from common.cli import bounded
-from common.launch import launch
+from common.launcher import launch
 from common.session import rpc_options
 from torch.distributed import rpc
 

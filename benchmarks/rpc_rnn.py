@@ -22,7 +22,7 @@ from pathlib import Path
 import torch.distributed.autograd as dist_autograd
 from common import report
 from common.cli import bounded, refuse
-from common.launch import launch
+from common.launcher import launch
 from common.session import rpc_options
 from torch import nn
 from torch.distributed import rpc

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.autograd  # noqa: F401
 from common import report
 from common.cli import Parser, PlainParser, bounded, require_processes, require_writable_folder
-from common.launch import launch
+from common.launcher import launch
 from common.session import group_options
 from torch.distributed import rpc  # noqa: F401
 from torch.distributed.optim import DistributedOptimizer  # noqa: F401

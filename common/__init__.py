@@ -1,5 +1,6 @@
 """What every tutorial repeats and none teaches. Where nothing of it can run, this says so."""
 
+import os
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +25,20 @@ def why_not(platform=sys.platform, python=sys.version_info[:2]):
     return None
 
 
+def open_standard_streams():
+    """Open /dev/null in place of what is closed (`2>&-`): else a socket would take its number."""
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+
+
+open_standard_streams()
+if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # left over: torchrun gives all of them
 if reason := why_not():
     print(f"error: {reason}", file=sys.stderr)
     raise SystemExit(2)

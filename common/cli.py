@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common.launcher.network import address_of
 from common.limits import (  # noqa: F401  lessons take what they check from here, too
     given,
     refuse,
@@ -18,7 +19,6 @@ from common.limits import (  # noqa: F401  lessons take what they check from her
     require_writable_folder,
     shortened,
 )
-from common.network import address_of
 
 # Seeds of generators are a few thousand times as large, and must stay below 2**63.
 LARGEST_SEED = 2**31 - 1

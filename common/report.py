@@ -9,7 +9,6 @@ import sys
 import threading
 
 import torch
-from common.worker_env import core_count
 from tqdm import tqdm
 
 
@@ -77,9 +76,11 @@ def machine(args, device=None):
         args: the parsed flags.
         device: "cpu" where the tensors are in main memory whatever `--device` says.
     """
+    import joblib  # here: it takes a tenth of a second, and only who writes metrics needs it
+
     on_cpu = "cpu" in (device, args.device) or not torch.cuda.is_available()
     return {"device": "cpu" if on_cpu else torch.cuda.get_device_name(),
-            "cpu_count": core_count(), "torch": torch.__version__}
+            "cpu_count": joblib.cpu_count(), "torch": torch.__version__}
 
 
 def save_metrics(args, metrics, backend, device=None):

@@ -1,12 +1,15 @@
 """What goes into `rpc.init_rpc` and `dist.init_process_group`, and where a worker computes."""
 
+import contextlib
+import ctypes
 import os
 import threading
 from datetime import timedelta
 
 import torch
-from common.worker_env import core_count
 from torch.distributed import rpc
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
 
 
 def rpc_options(args, num_worker_threads=16):
@@ -16,9 +19,13 @@ def rpc_options(args, num_worker_threads=16):
         args: the parsed flags; `--timeout` is the limit of every call that has none of its own.
         num_worker_threads: how many incoming calls this process executes at a time.
     """
+    # RPC_TRANSPORTS is the user's, or common/launcher/environment.py has set it. (Without this
+    # private argument, RPC would use all it can, shared memory first.)
+    transports = os.environ.get("RPC_TRANSPORTS")
     return rpc.TensorPipeRpcBackendOptions(
         init_method=os.environ["INIT_METHOD"], rpc_timeout=args.timeout,
-        num_worker_threads=num_worker_threads, _transports=_transports())
+        num_worker_threads=num_worker_threads,
+        _transports=transports.split(",") if transports else None)
 
 
 def group_options(args, device="cpu"):
@@ -32,22 +39,6 @@ def group_options(args, device="cpu"):
     """
     return {"backend": backend_for(device), "init_method": os.environ["INIT_METHOD"],
             "timeout": timedelta(seconds=args.timeout)}
-
-
-def _transports():
-    """TensorPipe's ways to send, or None for all. `RPC_TRANSPORTS` in the environment decides.
-
-    Shared memory (shm) is the fastest, but a thread polls it all the time. Between polls it lets
-    the others of its session run. Processes that one command has started share a session. Under
-    torchrun and in terminals of their own they do not, and where they outnumber the cores, polling
-    would take the time of those that have work to do (Linux, sched_autogroup): ddp_rpc_hybrid
-    became up to twice as slow. There it is TCP alone (uv).
-    """
-    if chosen := os.environ.get("RPC_TRANSPORTS"):
-        return chosen.split(",")  # common/cli.py has refused all that do not exist
-    started_here = os.environ["INIT_METHOD"].startswith("file://")
-    crowded = int(os.environ["LOCAL_WORLD_SIZE"]) > core_count()
-    return ["uv"] if crowded and not started_here else None
 
 
 def wait_all(futures):
@@ -91,3 +82,23 @@ def backend_for(device):
     if own_gpu:
         torch.cuda.set_device(device)  # where nccl's barriers and object collectives put tensors
     return "nccl" if own_gpu else "gloo"
+
+
+def keep_memory(blocks_up_to=None):
+    """Let the C library keep freed memory.
+
+    Giving it back and getting it again can cost a third of a worker's time: glibc gives back large
+    blocks, and in the threads in which RPC runs smaller ones too; the system then clears the same
+    pages again and again. Elsewhere there is nothing to do.
+
+    Args:
+        blocks_up_to: the size in bytes of what should be kept in each thread. By default blocks of
+            any size are kept for all threads together, which activations of many megabytes need;
+            call this before there are threads.
+    """
+    options = (((M_ARENA_MAX, 1), (M_MMAP_MAX, 0)) if blocks_up_to is None
+               else ((M_MMAP_THRESHOLD, blocks_up_to),))
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        for option, value in (*options, (M_TRIM_THRESHOLD, 2**30)):
+            mallopt(option, value)

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from common import checkpoint, report
 from common.cli import Parser, bounded, given, refuse
 from common.data import add_data_flags, fetch_data, load_data
-from common.launch import launch
+from common.launcher import launch
 from common.session import backend_for, device_for
 from torch import nn, optim
 from torch.nn import functional as F

@@ -34,8 +34,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import report
 from common.cli import Parser, bounded, ranks_here, refuse, require_memory
-from common.launch import launch
-from common.life import exit_now
+from common.launcher import launch
+from common.launcher.worker import exit_now
 from common.session import backend_for, device_for, group_options
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

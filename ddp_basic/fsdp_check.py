@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import Comparison, by_rank, flat, verdict
 from torch import nn
 

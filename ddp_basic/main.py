@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import LONGEST_S, Parser, bounded, ranks_here, refuse, require_memory
-from common.launch import launch
+from common.launcher import launch
 from common.session import device_for, group_options
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel as DDP

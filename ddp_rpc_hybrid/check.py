@@ -20,7 +20,7 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import Comparison, verdict
 from torch import nn
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import Parser
-from common.launch import launch
+from common.launcher import launch
 from common.session import backend_for, device_for, group_options
 from torch import nn, optim
 from torch.nn import functional as F

@@ -13,7 +13,7 @@ from argparse import Namespace
 from statistics import fmean
 
 import torch
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
 from torch import nn
 

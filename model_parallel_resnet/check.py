@@ -20,7 +20,7 @@ import math
 import torch
 from common import report
 from common.cli import starts_rank
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import Comparison, verdict
 from common.vision import import_torchvision
 

@@ -33,7 +33,7 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from common import report, timeline
 from common.cli import Parser
-from common.launch import launch
+from common.launcher import launch
 from common.session import device_for, rpc_options, wait_all
 from common.vision import import_torchvision
 from torch import nn

@@ -9,7 +9,7 @@ import time
 
 import torch
 from common import timeline
-from common.worker_env import keep_memory
+from common.session import keep_memory
 from torch import optim
 
 

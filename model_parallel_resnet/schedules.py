@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from common import report, timeline
 from common.cli import Parser, given, refuse
-from common.launch import launch
+from common.launcher import launch
 from common.session import backend_for, device_for, group_options
 from torch import nn
 from torch.distributed.pipelining import (

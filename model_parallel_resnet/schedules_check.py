@@ -12,7 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import verdict
 from torch.optim.optimizer import register_optimizer_step_post_hook
 

@@ -5,7 +5,7 @@ import re
 
 import torch
 from common.cli import refuse, require_memory, shortened
-from common.worker_env import reproducible
+from common.launcher.environment import reproducible
 
 
 def device(text):

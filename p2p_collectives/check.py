@@ -9,7 +9,7 @@ from math import prod
 from unittest import mock
 
 import torch.distributed as dist
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import Comparison, verdict
 
 from p2p_collectives import main as lesson

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import Parser, refuse, require_writable_file
-from common.launch import launch
+from common.launcher import launch
 
 EXAMPLE = "p2p_collectives/init_methods"
 

@@ -8,7 +8,7 @@ import os
 from unittest import mock
 
 import torch.distributed as dist
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import Comparison, verdict
 
 from p2p_collectives import init_methods as lesson

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from common.cli import Parser
-from common.launch import launch
+from common.launcher import launch
 from common.session import backend_for, device_for, group_options
 
 from p2p_collectives import results

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import Parser, bounded, ranks_here, refuse, require_memory
-from common.launch import launch
+from common.launcher import launch
 from common.session import group_options
 
 from p2p_collectives import ring_allreduce_results as results

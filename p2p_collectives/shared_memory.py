@@ -32,7 +32,7 @@ import time
 import torch
 import torch.distributed as dist
 from common.cli import Parser, bounded, ranks_here, refuse, require_memory
-from common.launch import launch
+from common.launcher import launch
 from common.session import group_options
 
 from p2p_collectives import shared_memory_results as results

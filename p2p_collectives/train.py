@@ -30,7 +30,7 @@ import torch.distributed as dist
 from common import checkpoint, report, timeline
 from common.cli import Parser, bounded, given, refuse, starts_rank
 from common.data import add_data_flags, fetch_data, load_data
-from common.launch import launch
+from common.launcher import launch
 from common.session import device_for, group_options
 from torch import nn, optim
 from torch.nn import functional as F

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from common import report
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import Comparison, by_rank, fingerprints, flat, load_float64, verdict
 from common.session import device_for
 from torch import nn

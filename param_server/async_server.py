@@ -8,7 +8,7 @@ changed meanwhile, by about N-1 steps of N equally fast trainers (`staleness.py`
 import copy
 import threading
 
-from common.worker_env import keep_memory
+from common.session import keep_memory
 from torch.func import functional_call
 
 from param_server.main import ParameterServer

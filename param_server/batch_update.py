@@ -33,7 +33,7 @@ import time
 import torch
 from common import report, timeline
 from common.cli import Parser, bounded
-from common.launch import launch
+from common.launcher import launch
 from common.session import device_for, rpc_options, wait_all
 from common.vision import import_torchvision
 from torch import nn, optim

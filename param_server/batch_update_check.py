@@ -10,7 +10,7 @@ import itertools
 import statistics
 
 import torch
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import Comparison, verdict
 from common.vision import import_torchvision
 

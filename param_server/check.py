@@ -7,10 +7,10 @@ All is in double precision. In single precision, rounding now and then lets anot
 max-pooling, and a gradient then differs by more than some mistakes make of it.
 """
 
+import joblib
 import torch
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import Comparison, verdict
-from common.worker_env import core_count
 from torch import distributed as dist
 from torch.nn import functional as F
 
@@ -213,7 +213,7 @@ def record(rank, world_size, args):
     recording = record_run(rank, world_size, args)
     if rank != 0:
         return None
-    torch.set_num_threads(core_count())  # the others have ended
+    torch.set_num_threads(joblib.cpu_count())  # the others have ended
     return compare(recording, args)
 
 

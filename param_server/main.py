@@ -33,7 +33,7 @@ import torch.distributed.autograd as dist_autograd
 from common import report
 from common.cli import Parser, bounded
 from common.data import add_data_flags, load_data
-from common.launch import launch
+from common.launcher import launch
 from common.session import device_for, rpc_options
 from torch import nn, optim
 from torch.distributed import rpc

@@ -14,7 +14,7 @@ import math
 import gymnasium as gym
 import torch
 import torch.distributed as dist
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import Comparison, in_float64, verdict
 from torch import nn
 

@@ -30,7 +30,7 @@ import gymnasium as gym
 import torch
 from common import report, timeline
 from common.cli import Parser, bounded
-from common.launch import launch
+from common.launcher import launch
 from common.session import device_for, rpc_options, wait_all
 from torch import nn, optim
 from torch.distributed import rpc

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common.launch import launch
+from common.launcher import launch
 from common.oracle import Comparison, verdict
 from common.session import device_for
 from torch import nn

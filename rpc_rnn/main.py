@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from common import report
 from common.cli import Parser, bounded
-from common.launch import launch
+from common.launcher import launch
 from common.session import device_for, group_options, rpc_options
 from torch import nn, optim
 from torch.distributed import rpc

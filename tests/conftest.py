@@ -6,9 +6,9 @@ import signal
 import socket
 
 import pytest
-from common import workers
+from common.launcher import start
 
-workers.PRELOAD.append("tests.preload")  # once for all tests, not once in each worker
+start.PRELOAD.append("tests.preload")  # once for all tests, not once in each worker
 # Several runs share the cores, and a process that polls its shared memory would take the time of all others.
 # What is started cold (tests/helpers.py) sends as it does for a user.
 os.environ.setdefault("RPC_TRANSPORTS", "uv")
@@ -51,9 +51,9 @@ def refused(capfd, monkeypatch, tmp_path):
 
     def refused(main, flags, says):
         monkeypatch.chdir(tmp_path)
-        for start in ("torch.multiprocessing.start_processes",
-                      "multiprocessing.forkserver.ensure_running", "subprocess.Popen"):
-            monkeypatch.setattr(start, started)
+        for function in ("torch.multiprocessing.start_processes",
+                         "multiprocessing.forkserver.ensure_running", "subprocess.Popen"):
+            monkeypatch.setattr(function, started)
         with pytest.raises(SystemExit) as stop:
             main(flags)
         out, err = capfd.readouterr()

@@ -27,13 +27,13 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import joblib
 import torch
 import torch.distributed as dist
-from common import report, workers
+from common import report
 from common.cli import Parser
-from common.launch import launch
+from common.launcher import launch, start
 from common.session import group_options
-from common.worker_env import core_count
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reliability.md"
@@ -175,21 +175,20 @@ def started(then, instead=None, **more):
         instead: what the ranks run in place of the lesson's `run_worker`, which is then in `args.honest`.
         more: to be put into `args`.
     """
-    honest_start = workers.start
+    original_start = start.Processes.start
 
-    def start(run_worker, args, *where):
-        vars(args).update(more)
+    def start_them(self, run_worker, *where):
+        vars(self.args).update(more)
         if instead is not None:
-            args.honest, run_worker = run_worker, instead
-        processes = honest_start(run_worker, args, *where)
-        then(processes)
-        return processes
+            self.args.honest, run_worker = run_worker, instead
+        original_start(self, run_worker, *where)
+        then({rank: process.process for rank, process in self.by_rank.items()})
 
-    workers.start = start
+    start.Processes.start = start_them
     try:
         yield
     finally:
-        workers.start = honest_start
+        start.Processes.start = original_start
 
 
 class Watcher:
@@ -492,7 +491,7 @@ def held_here():
     from tests.helpers import listening
 
     gc.collect()
-    processes = [pid for pid in (os.getpid(), workers.forkserver._forkserver._forkserver_pid) if pid]
+    processes = [pid for pid in (os.getpid(), start.forkserver._forkserver._forkserver_pid) if pid]
     return {"open files": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in processes),
             "threads": sum(len(os.listdir(f"/proc/{pid}/task")) for pid in processes),
             "listening sockets": len(listening(processes))}
@@ -643,7 +642,7 @@ class Soak:
 
     def page(self, killed, spoiled, mixed, held, seconds):
         """All that was found, in Markdown."""
-        where = (f"{core_count()} cores, {platform.system()}, Python {platform.python_version()}, "
+        where = (f"{joblib.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, "
                  f"torch {torch.__version__}")
         return TEXT.format(
             **vars(self.args),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import cli, data
 from common.data import fetch_data, load_data
-from common.launch import launch
+from common.launcher import launch
 from common.vision import import_torchvision
 
 

@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
-from common.launch import launch
+from common.launcher import launch
 from common.session import device_for, rpc_options
 from torch import nn
 from torch.distributed import rpc

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import pytest
 from common import cli
-from common import workers as starting
-from common.launch import launch
+from common.launcher import launch, start
 
 from tests import sabotage
 
@@ -140,26 +139,26 @@ def line(rank, roles, fault, stopped=None):
 
 
 _here = threading.local()
-_honest_start = starting.start
+_original_start = start.Processes.start
 
 
-def _start(run_worker, args, *more):
+def _start(self, run_worker, *more):
     """In place of the launcher's: run the lesson for ever, and know its processes."""
     run = getattr(_here, "run", None)
     if run is None:  # `warm_up`
-        return _honest_start(run_worker, args, *more)
+        return _original_start(self, run_worker, *more)
+    args = self.args
     args.lesson, args.raises, args.moment = run.program.lesson, run.raises, str(run.folder / "moment")
     args.slowed = run.slowed
-    processes = _honest_start(sabotage.for_ever, args, *more)
-    run.started(processes)
-    return processes
+    _original_start(self, sabotage.for_ever, *more)
+    return run.started({rank: process.process for rank, process in self.by_rank.items()})
 
 
 @pytest.fixture
 def clean(tmp_path, monkeypatch):
     """Temporary files go to a folder of the test, and nothing may be left there, nor in shared memory."""
     warm_up(tmp_path)  # before: the name of the fork server's socket would be too long there
-    monkeypatch.setattr(starting, "start", _start)
+    monkeypatch.setattr(start.Processes, "start", _start)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "tmp").mkdir()

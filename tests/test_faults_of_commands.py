@@ -12,7 +12,16 @@ import time
 
 import pytest
 
-from tests.helpers import ROOT, descendants, nothing_left, running, script, torchrun, workers
+from tests.helpers import (
+    ROOT,
+    children,
+    descendants,
+    nothing_left,
+    running,
+    script,
+    torchrun,
+    workers,
+)
 from tests.test_faults import PROGRAMS, line, wait_for
 
 MANUAL_TIMEOUT_S = 10.0  # several commands that import torch at the same time come late
@@ -48,7 +57,7 @@ def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_po
             wait_for(tmp_path / ("out1" if way == "manual" else "out") / "moment")
         else:
             of_ranks = runs if way == "manual" else runs * len(roles)
-            victim = [wait_for_worker(run, rank, way, tmp_path) for rank, run in enumerate(of_ranks)][rank]
+            victim = [wait_for_worker(run, rank, way) for rank, run in enumerate(of_ranks)][rank]
             time.sleep(2.0)
             os.kill(victim, getattr(signal, fault))
         began, ended = time.monotonic(), [run.communicate(timeout=MANUAL_TIMEOUT_S + 30) for run in runs]
@@ -67,16 +76,15 @@ def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_po
             nothing_left(run, tmp_path)
 
 
-def wait_for_worker(run, rank, way, folder):
-    """The process id of a rank that beats: there is a file in the temporary folder of its run."""
+def wait_for_worker(run, rank, way):
+    """The process id of a rank, as soon as it has one: forked by its fork server, or watched under torchrun."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        for beat in (folder / "tmp").glob(f"distributed-tutorials-*/beat{rank}"):
-            started_by = int(beat.parent.name.split("-")[2])
-            if way == "torchrun":
-                return started_by  # by itself: it is the rank
-            if started_by == run.pid:
-                return workers(run)[0]
+        ranks = children(run.pid) if way == "torchrun" else workers(run)
+        if way == "torchrun" and len(ranks) > rank and children(ranks[rank]):
+            return ranks[rank]
+        if way == "manual" and ranks:
+            return ranks[0]
         assert run.poll() is None, run.communicate()
         time.sleep(0.1)
     raise AssertionError("no rank has started")

@@ -1,28 +1,24 @@
 """The start of the processes, whatever the example."""
 
 import contextlib
-import json
-import math
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import socket
 import sys
 import time
 from pathlib import Path
 
+import joblib
 import pytest
 import torch
 import torch.distributed as dist
-from common import cli, session, watch, workers
-from common.launch import launch
-from common.life import story_of
-from common.network import interface_towards, is_loopback
-from common.peers import Peers
+from common import cli
+from common.launcher import environment, launch, start, watch
+from common.launcher.network import interface_towards, is_loopback
+from common.launcher.worker import failure_of
 from common.session import backend_for, group_options, wait_all
-from common.worker_env import cgroup_quota, core_count
 
 from tests.helpers import run, script, torchrun
 
@@ -48,7 +44,7 @@ def tell_state(rank, world_size, args):
 
 def test_state_of_a_worker():
     result = launch(tell_state, parse(), role_name)
-    share = max(1, core_count() // 2)
+    share = max(1, joblib.cpu_count() // 2)
     if "OMP_NUM_THREADS" not in os.environ:
         assert result["sums"] == [1, 2, 2 * share]
     assert result["backend"] == "gloo"
@@ -65,7 +61,7 @@ def wait_for_ever(rank, world_size, args):
 
 
 def test_sigterm_is_an_interruption(capfd):
-    before = {signum: signal.getsignal(signum) for signum in workers.STOP_SIGNALS}
+    before = {signum: signal.getsignal(signum) for signum in start.STOP_SIGNALS}
     with pytest.raises(SystemExit) as stop:
         launch(wait_for_ever, parse(), role_name)
     told_to_end = {signal.signal(signum, handler) for signum, handler in before.items()}
@@ -129,20 +125,19 @@ def leave_at_once(rank, world_size, args):
     return None
 
 
-def fail_without_a_folder(rank, world_size, args):
+def fail_at_once(rank, world_size, args):
     if rank == 0:
-        shutil.rmtree(Path(os.environ["INIT_METHOD"].removeprefix("file://")).parent)
         raise ValueError
     time.sleep(60)
 
 
-def test_a_failure_that_nobody_reads_leaves_nothing(tmp_path, monkeypatch, capfd):
-    """A killed launcher's ranks tidy up; one that fails before it notices must not leave a file of torch's."""
+def test_a_failure_leaves_nothing(tmp_path, monkeypatch, capfd):
+    """No file of a run's, and none of torch's (`pytorch-errorfile-*`)."""
     launch(leave_at_once, parse(), role_name)  # starts the fork server, whose socket is elsewhere
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(SystemExit):
-        launch(fail_without_a_folder, parse(), role_name)
-    assert "error: rank 0 (worker0) exited with status 1" in capfd.readouterr().err
+        launch(fail_at_once, parse(), role_name)
+    assert "error: rank 0 (worker0) raised ValueError" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -200,7 +195,7 @@ def test_start_method(method, monkeypatch, tmp_path, capfd):
 TWO_LAUNCHES = """
 import sys, time
 from common import cli
-from common.launch import launch
+from common.launcher import launch
 def nothing(rank, world_size, args):
     return {} if rank == 0 else None
 if __name__ == "__main__":
@@ -267,12 +262,12 @@ def test_threads_of_the_user(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert launch(one_thread_each, parse(), role_name)["threads"] == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "zero")
-    assert launch(one_thread_each, parse(), role_name)["threads"] == max(1, core_count() // 2)
+    assert launch(one_thread_each, parse(), role_name)["threads"] == max(1, joblib.cpu_count() // 2)
 
 
 THREADS = """
 from common import cli
-from common.launch import launch
+from common.launcher import launch
 import torch
 def threads(rank, world_size, args):
     print("threads", torch.get_num_threads())
@@ -281,7 +276,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("setting", "expected"), [(None, max(1, core_count() // 2)), ("1", 1), ("3", 3)])
+@pytest.mark.parametrize(("setting", "expected"), [(None, max(1, joblib.cpu_count() // 2)), ("1", 1), ("3", 3)])
 def test_threads_under_torchrun(setting, expected, tmp_path):
     """Torchrun sets OMP_NUM_THREADS to 1 by itself: that is not the user's wish, but a user's 1 is."""
     (tmp_path / "threads.py").write_text(THREADS)
@@ -289,21 +284,6 @@ def test_threads_under_torchrun(setting, expected, tmp_path):
     result = run(torchrun(2, tmp_path / "threads.py"), tmp_path, cold=True,
                  env={**environment, **({"OMP_NUM_THREADS": setting} if setting else {})})
     assert result.stdout.split() == ["threads", str(expected)] * 2, result.stderr
-
-
-def test_cgroup_quota(tmp_path):
-    (tmp_path / "docker" / "box").mkdir(parents=True)
-    (tmp_path / "own").write_text("0::/docker/box\n")
-    assert cgroup_quota(tmp_path, tmp_path / "own") == math.inf
-    (tmp_path / "docker" / "box" / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "docker" / "cpu.max").write_text("150000 100000\n")
-    assert cgroup_quota(tmp_path, tmp_path / "own") == 1.5
-    (tmp_path / "own").write_text("5:memory:/\n3:cpu,cpuacct:/box\n")  # the first version
-    (tmp_path / "cpu" / "box").mkdir(parents=True)
-    for what, value in (("quota", "50000"), ("period", "100000")):
-        (tmp_path / "cpu" / "box" / f"cpu.cfs_{what}_us").write_text(value)
-    assert cgroup_quota(tmp_path, tmp_path / "own") == 0.5
-    assert cgroup_quota(tmp_path, tmp_path / "missing") == math.inf
 
 
 # --- a manual launch that does not come together
@@ -347,27 +327,27 @@ def test_a_rank_that_does_not_come(free_port, tmp_path):
 
 def test_several_failures_have_one_cause():
     """Own exceptions and deaths before silence, silence before what was only noticed."""
-    died, silent = watch.failure(2, "was killed by SIGKILL"), watch.silent(1, 8)
-    noticed = story_of(0, RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
-    assert noticed["kind"] == watch.NOTICED
-    assert min([noticed, silent, died], key=lambda story: story["kind"]) == died
-    assert min([noticed, silent], key=lambda story: story["kind"]) == silent
-    assert story_of(0, ValueError("Connection closed"))["kind"] == watch.CAUSE
+    died, silent = watch.Failure(2, "was killed by SIGKILL"), watch.silent(1, 8)
+    noticed = failure_of(0, RuntimeError("Connection closed by peer [127.0.0.1]:1234"), 8)
+    assert noticed.kind == watch.NOTICED
+    assert min([noticed, silent, died], key=lambda failure: failure.kind) == died
+    assert min([noticed, silent], key=lambda failure: failure.kind) == silent
+    assert failure_of(0, ValueError("Connection closed"), 8).kind == watch.CAUSE
     over_rpc = "On WorkerInfo(id=2, name=observer2):\nRuntimeError('eof (this error originated at tensorpipe)')"
-    told = story_of(0, RuntimeError(over_rpc))
-    assert (told["rank"], told["kind"]) == (2, watch.NOTICED)
+    told = failure_of(0, RuntimeError(over_rpc), 8)
+    assert (told.rank, told.kind) == (2, watch.NOTICED)
 
 
-def test_beats_are_measured_by_our_own_clock(tmp_path, monkeypatch):
-    beats, now = watch.Beats([0], tmp_path), time.monotonic()
-    assert beats.age(0) < 0  # it may still be starting
-    (tmp_path / "beat0").touch()
-    os.utime(tmp_path / "beat0", (1, 1))  # whatever the file's clock says
-    assert 0 <= beats.age(0) < 1
+def test_beats_are_measured_by_our_own_clock(monkeypatch):
+    heard, now = watch.Heard(["rank/0"]), time.monotonic()
+    assert heard.age("rank/0") < 0  # it may still be starting
+    heard.note("rank/0", b"whatever the rank's own clock says")
+    assert 0 <= heard.age("rank/0") < 1
     monkeypatch.setattr(watch.time, "monotonic", lambda: now + 30)
-    assert beats.age(0) > 29
-    beats.forgive()
-    assert beats.age(0) == 0
+    heard.note("rank/0", b"whatever the rank's own clock says")  # nothing new
+    assert heard.age("rank/0") > 29
+    heard.forgive()
+    assert heard.age("rank/0") == 0
 
 
 def futures(*, failing=()):
@@ -388,15 +368,22 @@ def test_wait_all_raises_at_once():
     assert wait_all([]) == []
 
 
-@pytest.mark.parametrize(("local_ranks", "init_method", "wish", "transports"), [
-    (2, "env://", None, None), (99, "file:///there", None, None), (99, "env://", None, ["uv"]),
-    (99, "env://", "shm,uv", ["shm", "uv"]), (2, "env://", "uv", ["uv"])])
-def test_how_rpc_sends(local_ranks, init_method, wish, transports, monkeypatch):
-    """All ways, but where polling would take the cores from others; the user's wish has the last word."""
-    monkeypatch.setenv("INIT_METHOD", init_method)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
-    monkeypatch.setenv("RPC_TRANSPORTS", wish or "")
-    assert session._transports() == transports
+@pytest.mark.parametrize(("local_ranks", "together", "transports"), [(2, False, None), (99, True, None), (99, False, "uv")])
+def test_how_rpc_sends(local_ranks, together, transports):
+    """All ways, but where polling would take the cores from others."""
+    assert environment.rpc_transports(local_ranks, 2, together) == transports
+
+
+def tell_transports(rank, world_size, args):
+    return {"transports": os.environ.get("RPC_TRANSPORTS")} if rank == 0 else None
+
+
+@pytest.mark.parametrize("wish", ["shm,uv", "uv", None])
+def test_how_rpc_sends_is_the_users_choice(wish, monkeypatch):
+    monkeypatch.delenv("RPC_TRANSPORTS", raising=False)
+    if wish:
+        monkeypatch.setenv("RPC_TRANSPORTS", wish)
+    assert launch(tell_transports, parse(world_size=1), role_name)["transports"] == wish
 
 
 def test_rpc_transports_unknown(monkeypatch, capsys):
@@ -404,18 +391,3 @@ def test_rpc_transports_unknown(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.Parser("example", "").parse_args([])
     assert capsys.readouterr().err == "error: RPC_TRANSPORTS=uv,pigeon must be one or more of shm,ibv,uv\n"
-
-
-def test_launchers_do_not_answer_every_message():
-    """Two of them would answer each other without a pause: a core for each run under torchrun (so it was)."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        peers = Peers(1, 2, "token", 10.0, ours)
-        for _ in range(100):
-            theirs.send(b'{"beat": 0.0}\n')
-            peers.exchange(peers.waitables(), 0.0, [])
-        peers.exchange(peers.waitables(), 0.0, [watch.failure(1, "raised ValueError")])  # this cannot wait
-        first, *_, last = theirs.recv(2**16).splitlines()
-        assert json.loads(first) == {"beat": 0.0}
-        assert json.loads(last)["failures"][0]["rank"] == 1
-        assert sum(b"beat" in line for line in (first, *_, last)) < 10

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import checkpoint
-from common.launch import launch
+from common.launcher import launch
 from common.session import group_options
 from common.vision import import_torchvision
 from torch.utils.data import TensorDataset

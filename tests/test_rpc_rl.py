@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import cli
-from common.launch import launch
+from common.launcher import launch
 from common.session import rpc_options
 from torch.distributed import rpc
 

@@ -3,7 +3,7 @@
 from unittest import mock
 
 from common import report
-from common.launch import launch
+from common.launcher import launch
 
 from p2p_collectives import ring_allreduce as lesson
 from p2p_collectives.messages import recorded

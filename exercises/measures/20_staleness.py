@@ -6,7 +6,7 @@ The training is that of `param_server/main.py`. On the server, torch's hooks see
 import statistics
 
 from common import report
-from common.launch import launch
+from common.launcher import launch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from param_server import main as lesson

@@ -6,13 +6,12 @@ import multiprocessing.spawn
 import os
 import shutil
 import signal
-import tempfile
 import time
 import warnings
 from multiprocessing import forkserver
 from pathlib import Path
 
-from common.worker_env import MAIN_PATH, quiet, run_prefix
+from common.launcher.environment import MAIN_PATH, quiet
 
 # The launcher has blocked these for the start. From here on the workers, which inherit this, end by
 # them in silence.
@@ -32,15 +31,16 @@ gc.freeze()
 
 
 @atexit.register
-def clean_up():
-    """Remove what a launcher leaves behind when it is killed."""
+def remove_socket():
+    """Remove the folder of the server's socket, where the launcher was killed and cannot."""
     for _ in range(100):  # the system closes its end of our pipe a moment before it is gone
         if os.getppid() != launcher:
             break
         time.sleep(0.01)
     else:
         return  # it lives, and will start another server
-    address = Path(forkserver._forkserver._forkserver_address or "")
-    folders = [address.parent] if address.parent.name.startswith("pymp-") else []
-    for folder in [*folders, *Path(tempfile.gettempdir()).glob(f"{run_prefix(launcher)}*")]:
+    # Without this private name, an empty folder would stay.
+    address = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_address", None)
+    folder = Path(address or "").parent
+    if folder.name.startswith("pymp-"):
         shutil.rmtree(folder, ignore_errors=True)

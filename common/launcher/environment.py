@@ -1,25 +1,24 @@
-"""The state that every worker is in: environment variables, share of cores and memory, quiet."""
+"""The state that every worker is in: environment variables, its share of the cores, quiet."""
 
 import contextlib
 import ctypes
 import functools
 import logging
-import math
 import os
 import sys
 import warnings
 from pathlib import Path
 
 import torch
-from common.network import interface_towards
+from common.launcher.network import interface_towards
 from torch.distributed import rpc
 
 # An environment variable: what script the fork server should import.
 MAIN_PATH = "DISTRIBUTED_TUTORIALS_MAIN"
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
+ERROR = 2  # of TORCH_CPP_LOG_LEVEL
 
 
-def enter(rank, world_size, local_rank, local_world_size, init_method, master_addr):
+def enter(rank, world_size, local_rank, local_world_size, init_method, master_addr, together):
     """Bring this process into the state that every worker is in, whoever started it.
 
     Args:
@@ -27,6 +26,7 @@ def enter(rank, world_size, local_rank, local_world_size, init_method, master_ad
         local_rank, local_world_size: the same on this machine alone.
         init_method: where the processes meet, for `common.session`.
         master_addr: the machine of rank 0, if there are several machines.
+        together: whether one command has started all ranks.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "INIT_METHOD")
     values = (rank, world_size, local_rank, local_world_size, init_method)
@@ -42,13 +42,31 @@ def enter(rank, world_size, local_rank, local_world_size, init_method, master_ad
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         if interface is not None:
             os.environ.setdefault(name, interface)
+    import joblib  # here: it takes a tenth of a second, and the fork server has it already
+
+    cores = joblib.cpu_count()
+    if transports := rpc_transports(local_world_size, cores, together):
+        os.environ.setdefault("RPC_TRANSPORTS", transports)
     # Every process would take all cores otherwise: the largest single cost of RPC examples on small
     # machines.
-    torch.set_num_threads(users_threads() or max(1, core_count() // local_world_size))
+    torch.set_num_threads(users_threads() or max(1, cores // local_world_size))
     quiet()
     # RPC prints every exception where it was raised, also those that only follow from another one.
-    # The launcher prints the one that counts, which has come back to the caller.
+    # The launcher prints the one that counts, which has come back to the caller. (Without this
+    # private name, it would be printed twice.)
     rpc.internal.print = lambda *_, **__: None
+
+
+def rpc_transports(local_world_size, cores, together):
+    """Return TensorPipe's ways to send, for RPC_TRANSPORTS, or None for all.
+
+    Shared memory (shm) is the fastest, but a thread polls it all the time. Between polls it lets
+    the others of its session run. Processes that one command has started share a session. Under
+    torchrun and in terminals of their own they do not, and where they outnumber the cores, polling
+    would take the time of those that have work to do (Linux, sched_autogroup): ddp_rpc_hybrid
+    became up to twice as slow. There it is TCP alone (uv).
+    """
+    return "uv" if local_world_size > cores and not together else None
 
 
 def reproducible(args):
@@ -60,7 +78,7 @@ def reproducible(args):
 
 
 def users_threads():
-    """OMP_NUM_THREADS if the user has set it, else None: torchrun by itself sets it to 1."""
+    """Return OMP_NUM_THREADS if the user has set it, else None: torchrun by itself sets it to 1."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     if not setting.isdecimal() or int(setting) == 0:
         return None
@@ -71,69 +89,6 @@ def users_threads():
             if b"\0OMP_NUM_THREADS=" not in b"\0" + environ:
                 return None
     return int(setting)
-
-
-def run_prefix(launcher=None):
-    """How the names of a launcher's temporary folders begin; by default, of this process's."""
-    return f"distributed-tutorials-{launcher or os.getpid()}-"
-
-
-def core_count():
-    """CPU cores this process may use: in a container, under taskset or a cgroup's quota not all."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quota = cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    return max(1, math.ceil(min(cores, quota)))
-
-
-def cgroup_quota(root, own):
-    """The cores' worth of time that the cgroups of this process grant it (`docker --cpus 1.5`).
-
-    Args:
-        root: where the cgroups are mounted.
-        own: the file that names those of this process.
-
-    Returns:
-        A number; infinity where there is no limit.
-    """
-    quota = math.inf
-    with contextlib.suppress(OSError):
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            mounted = root / "cpu" if controllers else root  # controllers: cgroups' first version
-            group = mounted / path.lstrip("/")
-            # Every group above it may have a limit, too.
-            while group is not None and group.is_relative_to(mounted):
-                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                    if controllers:
-                        limit, period = ((group / f"cpu.cfs_{what}_us").read_text()
-                                         for what in ("quota", "period"))
-                    else:
-                        limit, period = (group / "cpu.max").read_text().split()
-                    quota = min(quota, int(limit) / int(period)) if int(limit) > 0 else quota
-                group = None if group == mounted else group.parent
-    return quota
-
-
-def keep_memory(blocks_up_to=None):
-    """Let the C library keep freed memory.
-
-    Giving it back and getting it again can cost a third of a worker's time: glibc gives back large
-    blocks, and in the threads in which RPC runs smaller ones too; the system then clears the same
-    pages again and again. Elsewhere there is nothing to do.
-
-    Args:
-        blocks_up_to: the size in bytes of what should be kept in each thread. By default blocks of
-            any size are kept for all threads together, which activations of many megabytes need;
-            call this before there are threads.
-    """
-    options = (((M_ARENA_MAX, 1), (M_MMAP_MAX, 0)) if blocks_up_to is None
-               else ((M_MMAP_THRESHOLD, blocks_up_to),))
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for option, value in (*options, (M_TRIM_THRESHOLD, 2**30)):
-            mallopt(option, value)
 
 
 def quiet():
@@ -149,9 +104,23 @@ def quiet():
         warnings.showwarning = functools.partial(_show_unless_known, warnings.showwarning)
         logging.getLogger("torch.distributed.optim.optimizer").addFilter(
             lambda record: "without TorchScript support" not in record.getMessage())
+    quiet_cpp()
 
 
 def _show_unless_known(show, message, *where, **options):
     known = "`TorchScript` support for functional optimizers is deprecated"
     if not str(message).startswith(known):
         show(message, *where, **options)
+
+
+def quiet_cpp():
+    """Let torch's C++ print errors, and no warnings: who survives would warn of each lost peer.
+
+    The same as TORCH_CPP_LOG_LEVEL=ERROR, which has its effect only before torch is imported. That
+    the number has a name that can be found is not promised; without it, there are warnings.
+    """
+    if "TORCH_CPP_LOG_LEVEL" in os.environ:
+        return
+    for library in Path(torch.__file__).parent.glob("lib/libc10.*"):
+        with contextlib.suppress(OSError, ValueError):
+            ctypes.c_int.in_dll(ctypes.CDLL(library), "FLAGS_caffe2_log_level").value = ERROR

@@ -1,0 +1,134 @@
+"""The one channel of a run: a TCPStore, in which ranks and launchers write how they are.
+
+    rank/2       by rank 2, every second: {"beat": 17, "failure": null, "left": false, ...}
+    launcher/2   by the process that watches over rank 2, every second, where there are several
+    verdict      by the launcher of rank 0, once: whom to blame
+    result/0/0   by the rank that has one, in pieces
+
+The launcher of rank 0 serves the store, and lives until the others have read the verdict or have
+left. A value is written whole or not at all. The ranks meet in the same store (`INIT_METHOD`).
+"""
+
+import contextlib
+import json
+import queue
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+BEAT_S = 1.0
+LIMIT = timedelta(seconds=60)  # of a single call that waits for a key
+PIECE = 2**22  # bytes: a TCPStore refuses values of 8 MiB
+
+
+def open_store(host, port, listener=None):
+    """Return a client of the store at an address; with `listener`, also serve it on that socket.
+
+    Args:
+        host, port: where it is served.
+        listener: a listening `socket.socket`, which the store takes over.
+
+    Raises:
+        RuntimeError: if nobody serves it there.
+    """
+    served = {} if listener is None else {"master_listen_fd": listener.detach()}
+    store = dist.TCPStore(host, port, None, listener is not None, LIMIT, wait_for_workers=False,
+                          **served)
+    if listener is None:
+        ours(store).wait(["verdict"])  # until it is prepared
+    return store
+
+
+def ours(store):
+    """Return the part of a store that belongs to the launchers, apart from what the ranks put."""
+    return dist.PrefixStore("launcher", store)
+
+
+def prepare(store, world_size):
+    """Write every key, empty: to read a key that is not there would mean to wait for it."""
+    keys = [f"{who}/{rank}" for who in ("rank", "launcher") for rank in range(world_size)]
+    ours(store).multi_set([*keys, "verdict"], [""] * (len(keys) + 1))
+
+
+def write_result(store, rank, result):
+    """Write the dict that a rank returns, in pieces that the store accepts; how many there are."""
+    text = json.dumps(result)
+    pieces = [text[start:start + PIECE] for start in range(0, len(text), PIECE)]
+    for number, piece in enumerate(pieces):
+        ours(store).set(f"result/{rank}/{number}", piece)
+    return len(pieces)
+
+
+def read_result(store, rank, pieces):
+    """Return what `write_result` has written."""
+    keys = [f"result/{rank}/{number}" for number in range(pieces)]
+    return json.loads(b"".join(ours(store).get(key) for key in keys))
+
+
+class LostError(Exception):
+    """The store is gone: whoever served it has ended."""
+
+
+class Board:
+    """What a launcher reads in the store and writes there, never waiting for longer than a beat.
+
+    A server that is frozen or cut off does not answer, and torch's time-outs do not bound every
+    call (`multi_get` waits for ever, seen with 2.13): a thread makes the calls.
+
+    Args:
+        store: as of `open_store`.
+        keys: those that are read.
+        own: the key that this launcher writes; None where it is the only one.
+    """
+
+    def __init__(self, store, keys, own=None):
+        self.store, self.keys, self.own = ours(store), keys, own
+        self.texts, self.values = {}, dict.fromkeys(keys)  # what was read; what it means
+        self.answered = time.monotonic()
+        self.status = {"beat": 0, "failure": None, "left": False}  # of this launcher
+        self._asked, self._requests, self._replies = False, queue.SimpleQueue(), queue.SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        for status in iter(self._requests.get, None):
+            try:
+                if self.own is not None:
+                    self.store.set(self.own, status)
+                self._replies.put(self.store.multi_get(self.keys))
+            except RuntimeError as error:
+                self._replies.put(error)
+
+    def exchange(self, **changes):
+        """Write the own status and read all keys; True unless the store does not answer.
+
+        Args:
+            changes: what is new in the own status.
+
+        Raises:
+            LostError: the store is gone.
+        """
+        self.status |= changes
+        if not self._asked:
+            self.status["beat"] += 1
+            self._requests.put(json.dumps(self.status))
+            self._asked = True
+        try:
+            reply = self._replies.get(timeout=BEAT_S)
+        except queue.Empty:
+            return False
+        self._asked = False
+        if isinstance(reply, RuntimeError):
+            raise LostError
+        self.answered = time.monotonic()
+        for key, text in zip(self.keys, reply, strict=True):
+            if text != self.texts.get(key, b""):
+                self.texts[key] = text
+                with contextlib.suppress(ValueError, RecursionError):  # a stranger has written it
+                    self.values[key] = json.loads(text)
+        return True
+
+    def close(self):
+        """End the thread."""
+        self._requests.put(None)

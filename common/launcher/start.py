@@ -1,0 +1,414 @@
+"""The processes of a local run, or the one of a manual launch: started, watched over, ended."""
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from multiprocessing import (
+    connection,
+    current_process,
+    forkserver,
+    reduction,
+    resource_tracker,
+    util,
+)
+
+import psutil
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common.launcher import channel, environment, network, torchrun, watch, worker
+from common.limits import refuse
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_GRACE_S = 3.0  # a process that SIGTERM has not ended by then gets SIGKILL
+IMPORT_S = 8.0  # a tight --timeout is not for the seconds in which another terminal imports torch
+LONGEST_TEMPDIR = 70  # bytes: the name of a Unix socket has 107, of which 32 come after the folder
+# What every worker imports, the last one when it makes its first optimizer. The fork server does so
+# once for all.
+PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo", "joblib"]
+
+
+def launch(run_worker, args, role_name):
+    """Run `run_worker(rank, world_size, args)` in every process of the example.
+
+    Args:
+        run_worker: module-level function; exactly one role returns a dict (which JSON can hold),
+            the others None.
+        args: the parsed flags (`common.cli.Parser`).
+        role_name: `role_name(rank, world_size) -> str`, the name of a rank in messages.
+
+    Returns:
+        That dict, with `wall_s` (seconds, start-up included) added, in the process that reports:
+        the one that started the workers, or under torchrun the rank itself. None elsewhere.
+
+    Raises:
+        SystemExit: 1 if a worker failed (its traceback and one line have been printed, the others
+            are stopped and gone), 2 if the processes cannot be started as the flags say, 130 after
+            Ctrl-C or SIGTERM.
+    """
+    started = time.perf_counter()
+    names = [role_name(rank, args.world_size) for rank in range(args.world_size)]
+    run = torchrun.be_one_rank if dist.is_torchelastic_launched() else _start_and_watch
+    result = run(run_worker, args, names)
+    return None if result is None else {**result, "wall_s": time.perf_counter() - started}
+
+
+def _start_and_watch(run_worker, args, names):
+    """Start all ranks, or the one of `--rank`; the result of the rank that has one."""
+    ranks = list(range(args.world_size)) if args.rank is None else [args.rank]
+    environment.quiet_cpp()
+    with Interruption() as interruption:
+        launcher, processes, verdict = None, Processes(args), None
+        try:
+            store, init_method, launcher = _meet(args, names, interruption)
+            processes.start(run_worker, ranks, init_method, interruption)
+            verdict = launcher.watch(processes.by_rank, interruption)
+        except KeyboardInterrupt:
+            verdict = watch.Failure(ranks[0], "was interrupted")
+        except CannotStartError as error:
+            print(f"error: cannot start {count(ranks)}: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(1) from None
+        finally:
+            if launcher:
+                launcher.close(verdict)
+                launcher.board.close()
+            processes.stop()
+        if interruption.happened:
+            print(f"\ninterrupted; stopped {count(ranks)}", file=sys.stderr, flush=True)
+            raise SystemExit(130)
+        if verdict:
+            watch.report(verdict, names, len([rank for rank in ranks if rank != verdict.rank]))
+            raise SystemExit(1)
+        statuses = {rank: launcher.board.values[f"rank/{rank}"] for rank in ranks}
+        results = [channel.read_result(store, rank, status["pieces"])
+                   for rank, status in statuses.items() if status["pieces"]]
+    return results[0] if results else None
+
+
+class CannotStartError(Exception):
+    """Why the processes of a run cannot be started, in words."""
+
+
+def count(ranks):
+    """Return "1 process" or "3 processes"."""
+    return f"{len(ranks)} process{'es' if len(ranks) != 1 else ''}"
+
+
+# --- where the ranks and the launchers meet
+
+
+def _meet(args, names, interruption):
+    """Serve the store of this run, or connect to it.
+
+    Returns:
+        The store, the init method of the ranks, and who watches: `watch.Decider` or `Follower`.
+
+    Raises:
+        SystemExit: after one line; 2 if rank 0's port cannot be opened, 1 if rank 0 does not answer
+            within `--timeout` and a few seconds.
+        KeyboardInterrupt: if `interruption` comes first.
+    """
+    keys = [f"rank/{rank}" for rank in range(args.world_size)]
+    if args.rank is None:
+        listener = network.listen("localhost", 0)
+        host, port, join_s = *listener.getsockname(), None
+    else:
+        host, port = network.address_of(args.master_addr), args.master_port
+        join_s = args.timeout + IMPORT_S
+        keys += [f"launcher/{rank}" for rank in range(1, args.world_size)]
+    init_method = f"tcp://{host}:{port}"
+    if args.rank:
+        store = _connect(host, port, join_s, interruption)
+        if store is None:
+            print(f"error: rank 0 cannot be reached: {args.master_addr}:{port} has not answered "
+                  f"for {join_s:g} s", file=sys.stderr, flush=True)
+            raise SystemExit(1)
+        board = channel.Board(store, [f"rank/{args.rank}", "verdict"], f"launcher/{args.rank}")
+        return store, init_method, watch.Follower(board, args.rank, args.timeout)
+    if args.rank == 0:
+        try:
+            listener = network.listen(args.master_addr, port)
+        except OSError as error:
+            refuse(f"--master_port {port} cannot be opened on {args.master_addr} "
+                   f"({os.strerror(error.errno).lower()}); give another port to all ranks")
+    store = channel.open_store(host, port, listener)
+    channel.prepare(store, args.world_size)
+    board = channel.Board(store, keys)
+    return store, init_method, watch.Decider(board, names, args.timeout, join_s)
+
+
+def _connect(host, port, seconds, interruption):
+    """Connect to the store that the launcher of rank 0 serves, or return None in the end.
+
+    In a thread: where a port accepts and never answers, torch would wait for ever.
+    """
+    found, deadline = [], time.monotonic() + seconds
+
+    def attempt():
+        while not found and time.monotonic() < deadline:
+            with suppress(RuntimeError, OSError, ValueError):
+                # torch, which could wait for the port itself, would print its own errors.
+                socket.create_connection((host, port), timeout=seconds).close()
+                found.append(channel.open_store(host, port))
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    while thread.is_alive() and not found and time.monotonic() < deadline:
+        if connection.wait([interruption], 0.05):
+            raise KeyboardInterrupt
+    return found[0] if found else None
+
+
+# --- processes
+
+
+class Processes:
+    """The processes of this machine, from the first fork to the last kill."""
+
+    def __init__(self, args):
+        self.args, self.by_rank, self.over = args, {}, threading.Event()
+
+    def start(self, run_worker, ranks, init_method, interruption):
+        """Start the processes of `ranks`: none is left behind if one of them cannot be started.
+
+        `mp.spawn` starts each process from nothing: each imports torch, which takes seconds. It is
+        short for `start_processes(..., start_method="spawn")`. With "forkserver" one process
+        imports torch, and all ranks are forked from it, with what it has imported: eleven ranks
+        start in less than half the time. A CUDA context does not survive a fork; the fork server,
+        unlike this process, has never had one.
+
+        Raises:
+            CannotStartError: out of files, of processes, of memory; of the fork server, too.
+            KeyboardInterrupt: if `interruption` comes first.
+        """
+        forked = self.args.start_method == "forkserver"
+        job = (run_worker, self.args, ranks, init_method, Inherited() if forked else None)
+        ready, tell = os.pipe()
+        outcome, before = [], set(multiprocessing.active_children())
+
+        def start():
+            # Not inside of what follows: as it starts, it unblocks the signals again.
+            resource_tracker.ensure_running()
+            # Inherited: no worker ends, with a traceback, half started.
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            try:
+                if forked:
+                    start_fork_server(run_worker)
+                outcome.append(mp.start_processes(run_rank, job, len(ranks), join=False,
+                                                  start_method=self.args.start_method))
+            except BaseException as error:
+                outcome.append(error)
+            os.close(tell)
+            # A process that was spawned is told when the thread that did so ends (PDEATHSIG).
+            self.over.wait()
+
+        # In a thread of its own: a fork server that is frozen does not answer.
+        threading.Thread(target=start, daemon=True).start()
+        limit_s = watch.START_S + self.args.timeout
+        first = connection.wait([ready, interruption], limit_s)
+        if ready not in first:
+            end_fork_server()  # then the thread goes on at once
+            connection.wait([ready], STOP_GRACE_S)
+        os.close(ready)
+        started = outcome[0] if outcome else EOFError()
+        if not isinstance(started, BaseException):
+            self.by_rank = {rank: Process(rank, process)
+                            for rank, process in zip(ranks, started.processes, strict=True)}
+        else:  # some of them, perhaps
+            children = set(multiprocessing.active_children()) - before
+            self.by_rank = {child.pid: Process(None, child) for child in children}
+        if interruption in first:
+            raise KeyboardInterrupt
+        if not first:
+            raise CannotStartError(f"the fork server has not answered for {limit_s:g} s")
+        if isinstance(started, EOFError):
+            raise CannotStartError("the fork server has ended")
+        if isinstance(started, OSError):
+            raise CannotStartError(started.strerror or str(started))
+        if isinstance(started, BaseException):
+            raise started
+
+    def stop(self):
+        """End the processes that still run, and remove what they were writing."""
+        running = [process for process in self.by_rank.values() if not process.gone()]
+        for end in (psutil.Process.terminate, psutil.Process.kill):
+            deadline = time.monotonic() + STOP_GRACE_S
+            for process in running:
+                with suppress(psutil.NoSuchProcess):
+                    end(process.handle)
+            while running and time.monotonic() < deadline:
+                time.sleep(0.01)
+                running = [process for process in running if not process.gone()]
+        for process in self.by_rank.values():
+            process.process.join(1.0)
+            if process.process.exitcode is None:  # the fork server is frozen, and does not see it
+                end_fork_server()
+                process.process.join(1.0)
+        pids = [process.process.pid for process in self.by_rank.values()]
+        worker.remove_leftovers([os.getpid(), *pids], self.args)
+        self.over.set()
+
+
+class Process:
+    """A started rank, for `watch.Decider` and `Follower`.
+
+    Args:
+        rank: which; None if it is only to be stopped.
+        process: of multiprocessing.
+    """
+
+    def __init__(self, rank, process):
+        self.rank, self.process, self.sentinel = rank, process, process.sentinel
+        self.handle = None
+        with suppress(psutil.NoSuchProcess):
+            self.handle = psutil.Process(process.pid)
+
+    def gone(self):
+        """Return whether it has ended, whatever the fork server says."""
+        try:
+            return self.handle is None or self.handle.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def failure(self):
+        """Return how it ended."""
+        if not self.gone():
+            return watch.Failure(None, "the fork server was killed")
+        self.process.join(watch.BEAT_S)
+        status = self.process.exitcode
+        if status is None or status == 255:  # of the fork server, for "I do not know"
+            return watch.Failure(self.rank, "died")
+        return watch.Failure(self.rank, f"was killed by {signal.Signals(-status).name}"
+                             if status < 0 else watch.exited(status))
+
+
+def start_fork_server(run_worker):
+    """Unless it is there already: a later launch of this Python process costs only the forks."""
+    config = current_process()._config  # where multiprocessing keeps its temporary folder
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPDIR and "tempdir" not in config:
+        # The name of its socket would be too long for the system.
+        folder = config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    modules = [*PRELOAD, run_worker.__module__, "common.launcher.fork_server"]
+    os.environ[environment.MAIN_PATH] = main if main and run_worker.__module__ == "__main__" else ""
+    forkserver.set_forkserver_preload([module for module in modules if module != "__main__"])
+    forkserver.ensure_running()
+    os.environ.pop(environment.MAIN_PATH, None)
+
+
+def end_fork_server():
+    """Kill the fork server of this process; the next launch starts another one."""
+    # Without this private name, one that is frozen could keep a run from ending.
+    if pid := getattr(forkserver._forkserver, "_forkserver_pid", None):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Inherited:
+    """What a forked worker would have from the fork server: environment, and where output goes."""
+
+    def __getstate__(self):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, ValueError, OSError):
+                stream.flush()
+        return dict(os.environ), [reduction.DupFd(descriptor) for descriptor in (1, 2)]
+
+    def __setstate__(self, state):
+        self.environ, self.streams = state
+
+    def take(self):
+        """In the worker."""
+        for descriptor, stream in enumerate(self.streams, start=1):
+            duplicate = stream.detach()
+            os.dup2(duplicate, descriptor)
+            os.close(duplicate)
+        os.environ.clear()
+        os.environ.update(self.environ)
+
+
+def run_rank(index, run_worker, args, ranks, init_method, inherited):
+    """Be a started process: run `run_worker`, then write its result or failure into the store."""
+    if inherited is not None:
+        inherited.take()
+    # torch asks for SIGINT when the launcher dies; but the heartbeat cleans up before it ends.
+    # (Without this private name, it would be torch's SIGINT that ends it.)
+    mp._prctl_pr_set_pdeathsig(0)
+    environment.quiet_cpp()
+    # Ctrl-C ends it even inside C++; the launcher prints the message.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    launcher = multiprocessing.parent_process().sentinel
+    host, _, port = init_method.removeprefix("tcp://").rpartition(":")
+    try:
+        store = channel.open_store(host, int(port))
+    except RuntimeError:  # the launcher has been killed
+        worker.exit_now(1)
+    heartbeat = worker.Heartbeat(ranks[index], store, worker.unwatched_by(launcher), args)
+    heartbeat.start()
+    worker.report_exits_in_calls(heartbeat)
+    try:
+        environment.enter(ranks[index], args.world_size, *_place(index, args, ranks), init_method,
+                          args.master_addr, together=args.rank is None)
+        environment.reproducible(args)
+        result = run_worker(ranks[index], args.world_size, args)
+        pieces = 0 if result is None else channel.write_result(store, ranks[index], result)
+        heartbeat.leave(pieces)
+        worker.exit_now(0)
+    except BaseException as error:
+        heartbeat.fail(error)
+        worker.exit_now(1)
+
+
+def _place(index, args, ranks):
+    """Return the local rank and the local world size."""
+    if args.rank is None:
+        return index, len(ranks)
+    if network.is_loopback(args.master_addr):  # one rank per terminal, but all on this machine
+        return args.rank, args.world_size
+    # On several machines, only the user knows how many ranks are on each.
+    return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+class Interruption:
+    """Ctrl-C, SIGTERM and SIGHUP as something that can be waited for, in the main thread.
+
+    What comes later finds us stopping.
+    """
+
+    def __init__(self):
+        self.happened, self.told_to_end, self.handlers = False, False, {}
+
+    def fileno(self):
+        """For `connection.wait`."""
+        return self.reader
+
+    def __enter__(self):
+        self.reader, self.writer = os.pipe()
+        if threading.current_thread() is threading.main_thread():  # others never hear a signal
+            heard = [signum for signum in STOP_SIGNALS  # nohup ignores one
+                     if signal.getsignal(signum) is not signal.SIG_IGN]
+            self.handlers = {signum: signal.signal(signum, self._note) for signum in heard}
+        return self
+
+    def _note(self, signum, _):
+        self.told_to_end |= signum != signal.SIGINT
+        if not self.happened:
+            self.happened = True
+            os.write(self.writer, b"!")
+
+    def __exit__(self, *_):
+        for signum, handler in self.handlers.items():
+            # A second SIGTERM must not kill us on the way out.
+            signal.signal(signum, signal.SIG_IGN if self.told_to_end else handler)
+        with contextlib.suppress(OSError):
+            os.close(self.reader)
+            os.close(self.writer)

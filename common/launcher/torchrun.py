@@ -1,0 +1,211 @@
+"""Under torchrun: this process is a rank, and a fork of it watches over it.
+
+    torchrun --- starts ---> rank 1 --- forks ---> the process that watches over rank 1: a Follower
+    torchrun --- starts ---> rank 0 --- forks ---> ... over rank 0: serves the store, and decides
+
+It is not frozen when its rank is, and outlives it.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing import connection
+
+import torch.distributed as dist
+from common.launcher import channel, environment, network, watch, worker
+from common.launcher.channel import BEAT_S
+
+_launches = 0
+
+
+def be_one_rank(run_worker, args, names):
+    """Run `run_worker` in this process, watched over; see `common.launcher.launch`."""
+    global _launches
+    _launches += 1
+    me, local_rank, local_world_size = (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    environment.enter(me, args.world_size, local_rank, local_world_size, "env://",
+                      os.environ["MASTER_ADDR"], together=False)
+    environment.reproducible(args)
+    neighbours = range(me - local_rank, me - local_rank + local_world_size)
+    address, listener, store = _meet(me, args, local_world_size == args.world_size)
+    watcher = Watcher(me, args, names, neighbours, address, listener)
+    heartbeat = worker.Heartbeat(me, store or channel.open_store(*address), watcher.unwatched, args)
+    heartbeat.start()
+    watcher.heartbeat = heartbeat
+    worker.report_exits_in_calls(heartbeat)
+    try:
+        result = run_worker(me, args.world_size, args)
+    except BaseException as error:
+        heartbeat.fail(error)
+        # Meanwhile, the heartbeat ends this process as soon as it is known whom to blame.
+        time.sleep(3 * watch.GRACE_S)
+        worker.exit_now(1)
+    heartbeat.leave()
+    watcher.leave()
+    return result
+
+
+def _meet(me, args, one_machine):
+    """Find the store of the launchers through torchrun's own, which ends with its machine.
+
+    Returns:
+        Its host and port; on rank 0 the socket on which it will be served, and None; elsewhere
+        None, and the store.
+    """
+    host = "127.0.0.1" if one_machine else os.environ["MASTER_ADDR"]
+    limit_s = max(args.timeout, watch.START_S)
+    theirs, _, _ = next(dist.rendezvous("env://", me, args.world_size,
+                                        timeout=timedelta(seconds=limit_s)))
+    # torchrun's store outlives the ranks that it starts anew; several machines count their attempts
+    # apart.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else ""
+    key, deadline = f"launchers {attempt} {_launches}", time.monotonic() + limit_s
+    if me == 0:
+        listener = network.listen(host, 0)
+        port = listener.getsockname()[1]
+        theirs.set(key, str(port))
+        _keep.append(theirs)
+        return (host, port), listener, None
+    while True:
+        port = int(theirs.get(key))
+        with contextlib.suppress(OSError, RuntimeError):
+            socket.create_connection((host, port), timeout=limit_s).close()
+            store = channel.open_store(host, port)
+            if not channel.ours(store).get("verdict"):
+                return (host, port), None, store
+        if time.monotonic() > deadline:  # the address of an earlier attempt
+            raise ConnectionError(f"no launcher of rank 0 at {host}:{port}")
+        time.sleep(0.1)
+
+
+_keep = []  # rank 0 may be the one that serves torchrun's store, until the end
+
+
+class Watcher:
+    """In a rank: the process that watches over it, forked from it.
+
+    Args:
+        me, args, names: of this rank, the parsed flags, the role of each rank.
+        neighbours: the ranks of this machine.
+        address, listener: of `_meet`.
+    """
+
+    def __init__(self, me, args, names, neighbours, address, listener):
+        self.me, self.args, self.names, self.left = me, args, names, False
+        self.parent, self.heard, self.heartbeat = os.getppid(), time.monotonic(), None
+        self.link, theirs = socket.socketpair()
+        with warnings.catch_warnings():
+            # Of a process with threads. The fork calls Python and the store, no more.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            self.link.close()
+            try:
+                watch_over(Parent(me, theirs), args, names, neighbours, address, listener)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
+        theirs.close()
+        if listener is not None:
+            listener.close()
+
+    def unwatched(self, seconds):
+        """Wait for so long; return whether torchrun is gone. End the rank if there is a verdict.
+
+        The watcher writes "." each second, and "!" when it is known whom to blame.
+        """
+        ready, failure = connection.wait([] if self.left else [self.link], seconds), None
+        heard = self.link.recv(100) if ready and not self.left else b""
+        if b"!" in heard:
+            worker.exit_now(1)
+        if heard or self.left:
+            self.heard = time.monotonic()
+        elif ready:
+            failure = "was killed"
+        elif (silence := time.monotonic() - self.heard) > max(self.args.timeout, watch.SUSPECT_S):
+            failure = f"has not answered for {silence:.0f} s"
+        if failure:
+            failure = watch.Failure(self.me, f"is not watched: the process beside it {failure}")
+            self.heartbeat.write(failure=failure)
+            watch.report(failure, self.names)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            worker.exit_now(1)
+        return os.getppid() != self.parent
+
+    def leave(self):
+        """Let the watcher know that the rank has left; it ends when it is not needed any more."""
+        self.left = True
+        self.link.shutdown(socket.SHUT_WR)
+
+
+class Parent:
+    """The rank, seen by the process that watches over it; see `watch.Decider.watch`.
+
+    Args:
+        rank: which.
+        link: a socket to it, which is at its end when the rank has ended or left.
+    """
+
+    def __init__(self, rank, link):
+        self.rank, self.link, self.pid, self.stopping = rank, link, os.getppid(), False
+        self.sentinel = link
+
+    def gone(self):
+        """Return whether it has ended; the sentinel does not fail."""
+        return False
+
+    def failure(self):
+        """Return how it ended: what torchrun does, it reports itself."""
+        if self.stopping:
+            return watch.Failure(self.rank, "was stopped", watch.NOTICED)
+        return watch.Failure(self.rank, "died; torchrun shows how")
+
+
+def watch_over(parent, args, names, neighbours, address, listener):
+    """Be the process that watches over a rank."""
+    def stop(*_):
+        parent.stopping = True
+
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, stop)  # torchrun stops the rank; we end after it
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    me, keys = parent.rank, [f"rank/{rank}" for rank in range(args.world_size)]
+    store = channel.open_store(*address, listener)
+    if me == 0:
+        channel.prepare(store, args.world_size)
+        keys += [f"launcher/{rank}" for rank in range(1, args.world_size)]
+        launcher = watch.Decider(channel.Board(store, keys), names, args.timeout,
+                                 max(args.timeout, watch.START_S))
+    else:
+        board = channel.Board(store, [f"rank/{me}", "verdict"], f"launcher/{me}")
+        launcher = watch.Follower(board, me, args.timeout)
+
+    def beat():
+        with contextlib.suppress(OSError):
+            while True:
+                parent.link.send(b".")
+                time.sleep(BEAT_S)
+
+    threading.Thread(target=beat, daemon=True).start()
+    verdict = launcher.watch({me: parent})
+    launcher.close(verdict)
+    if verdict and not parent.stopping:
+        # One line on each machine: from beside the rank to blame, or where that is not here, from
+        # the first one.
+        if verdict.rank == me or (neighbours[0] == me and verdict.rank not in neighbours):
+            watch.report(verdict, names)
+        with contextlib.suppress(OSError):
+            parent.link.send(b"!")  # the rank ends
+        deadline = time.monotonic() + 3 * BEAT_S
+        while os.getppid() == parent.pid and time.monotonic() < deadline:
+            time.sleep(BEAT_S / 10)
+        if os.getppid() == parent.pid:  # frozen; torchrun would wait for half a minute
+            os.kill(parent.pid, signal.SIGKILL)

@@ -1,0 +1,307 @@
+"""Who has failed: the cause, and not the one that noticed it.
+
+    rank 1 -- a beat every second, its failure --+--> the store <-- reads and decides -- launcher 0
+    rank 2 --------------------------------------+        |
+    launcher 2 -- a beat, how its rank ended -----+       +--> the verdict, for all other launchers
+
+A local run has one launcher. Where ranks are launched manually, each terminal has one; under
+torchrun, a process beside each rank takes its place. That of rank 0 serves the store and decides;
+the others follow, and where the store has been silent for `--timeout`, blame rank 0.
+
+A rank may compute for as long as it likes: its beats come from a thread of its own. Only a single
+call that holds Python's interpreter lock for longer than `--timeout` would be mistaken for silence.
+"""
+
+import json
+import sys
+import time
+from multiprocessing import connection
+from typing import NamedTuple
+
+from common.launcher.channel import BEAT_S, LostError
+
+GRACE_S = 4.0  # how long to look for the rank to blame, when others have only noticed its end
+SUSPECT_S = 3.5 * BEAT_S  # who is silent for so long while somebody misses an answer is to blame
+START_S = 60.0  # a process may take this long until its first beat
+AWAY_S = 5 * BEAT_S  # a launcher that has not looked for so long was stopped itself
+CAUSE, SILENCE, WAITED, NOTICED = range(4)  # kinds of failures, the most telling first
+
+
+class Failure(NamedTuple):
+    """What is known of a failed rank: `what` completes the sentence "rank 2 (observer2) ..."."""
+
+    rank: int | None  # None: no rank is at fault, and `what` is the whole sentence
+    what: str
+    kind: int = CAUSE
+    traceback: str = ""
+
+
+def exited(status):
+    """Return how a process ended that did not say that it was leaving."""
+    return f"exited with status {status}" + ("" if status else " before its work was done")
+
+
+def silent(rank, seconds):
+    """Return the failure of a rank whose process lives and does nothing."""
+    return Failure(rank, f"has not answered for {seconds:.0f} s", SILENCE)
+
+
+def unreachable(rank, seconds):
+    """Return the failure of a rank of which nothing is heard, nor of its launcher."""
+    return Failure(rank, f"cannot be reached: no sign of life for {seconds:.0f} s", SILENCE)
+
+
+def report(failure, names, stopped=0):
+    """Print the traceback of a failure, if there is one, and its one line."""
+    others = f"; stopped {stopped} other process{'es' if stopped > 1 else ''}" if stopped else ""
+    who = "" if failure.rank is None else f"rank {failure.rank} ({names[failure.rank]}) "
+    line = f"error: {who}{failure.what}{others}"
+    text = "".join(f"{part}\n" for part in (failure.traceback, line) if part)
+    print(text, end="", file=sys.stderr, flush=True)  # in one piece: other launchers print, too
+
+
+class Heard:
+    """When each writer was last heard, by our own clock: neither another one's matters, nor a date.
+
+    Args:
+        writers: their keys in the store.
+    """
+
+    def __init__(self, writers):
+        self.texts, self.gaps = {}, {}  # what was read last; silences that are over: (seconds, end)
+        self.at = dict.fromkeys(writers, time.monotonic() + START_S)
+
+    def note(self, writer, text):
+        """Take in what a writer has in the store now."""
+        if text and text != self.texts.get(writer):
+            if (gap := self.age(writer)) > SUSPECT_S:
+                self.gaps[writer] = gap, time.monotonic()
+            self.texts[writer], self.at[writer] = text, time.monotonic()
+
+    def age(self, writer):
+        """Return the seconds of silence; negative until one that starts has had its time."""
+        return time.monotonic() - self.at[writer]
+
+    def forgive(self):
+        """Begin anew, after this process itself was stopped."""
+        self.at = {writer: max(at, time.monotonic()) for writer, at in self.at.items()}
+
+
+class Decider:
+    """The launcher of rank 0: it hears all ranks and all other launchers, and decides.
+
+    Args:
+        board: `channel.Board` that reads every rank, and every other launcher if there are any.
+        names: the role of each rank.
+        timeout: seconds that anybody may be silent.
+        join_s: seconds within which the other launchers must have come; None without any.
+    """
+
+    def __init__(self, board, names, timeout, join_s=None):
+        self.board, self.names, self.timeout = board, names, timeout
+        self.ranks, self.followers = range(len(names)), range(1, len(names) if join_s else 1)
+        self.join_s, self.join_by = join_s, time.monotonic() + (join_s or 0)
+        self.heard, self.limit_s = Heard(board.keys), max(timeout, SUSPECT_S)
+        self.failures, self.suspects, self.since = {}, {}, None  # since: the first failure
+        self.away = 0.0, -float("inf")  # how long this process was stopped, and until when
+        # What moves in each rank, and since when it stands.
+        self.moved, self.noted = dict.fromkeys(self.ranks, (None, time.monotonic())), False
+
+    def status(self, rank, who="rank"):
+        """Return what a rank, or its launcher, has written, as a dict."""
+        value = self.board.values.get(f"{who}/{rank}")
+        return value if isinstance(value, dict) else {}
+
+    def watch(self, here, interruption=None):
+        """Wait until all is over.
+
+        Args:
+            here: `{rank: process}` of the ranks of this launcher: its `sentinel` becomes ready
+                when it has ended; `gone()` finds out where that fails; `failure()` is how it ended
+                if it has not written why.
+            interruption: what becomes ready on Ctrl-C.
+
+        Returns:
+            The `Failure` to blame, or None if every rank has left.
+        """
+        here, looked = dict(here), time.monotonic()
+        while (here or self.failures
+               or not all(self.status(rank, "launcher").get("left") for rank in self.followers)):
+            ready = wait([process.sentinel for process in here.values()], interruption)
+            if interruption in ready:
+                return Failure(min(here, default=0), "was interrupted")
+            if (away := time.monotonic() - looked) > AWAY_S:  # Ctrl-Z, a suspended laptop
+                self.heard.forgive()
+                self.away = away, time.monotonic()
+            looked = time.monotonic()
+            self.board.exchange()
+            self.listen()
+            for rank in [rank for rank, process in here.items() if process.sentinel in ready
+                         or (self.heard.age(f"rank/{rank}") > 2 * BEAT_S and process.gone())]:
+                process, status = here.pop(rank), self.status(rank)
+                if not status.get("left") and not status.get("failure"):
+                    self.failures[f"end of {rank}"] = process.failure()
+            if verdict := self.verdict():
+                return verdict
+            self.note_standstill()
+        return None
+
+    def listen(self):
+        """Take in what has been written since the last time."""
+        for key in self.board.keys:
+            self.heard.note(key, self.board.texts.get(key))
+            value = self.board.values.get(key)
+            if isinstance(value, dict) and value.get("failure") and key not in self.failures:
+                self.failures[key] = Failure(*value["failure"])
+        for rank in self.ranks:
+            moved = self.status(rank).get("moved")
+            if moved != self.moved[rank][0]:
+                self.moved[rank] = moved, time.monotonic()
+
+    def silent(self, seconds):
+        """Return the failures of those that have been silent for so long, or have not come."""
+        found = []
+        for rank in self.ranks:
+            age, done = self.heard.age(f"rank/{rank}"), self.status(rank).get("left")
+            if rank not in self.followers:
+                found += [silent(rank, age)] if age > seconds and not done else []
+            elif not self.status(rank, "launcher"):
+                late = Failure(rank, f"has not joined within {self.join_s:g} s", SILENCE)
+                found += [late] if time.monotonic() > self.join_by else []
+            elif not self.status(rank, "launcher")["left"]:
+                of_launcher = self.heard.age(f"launcher/{rank}")
+                if min(age, of_launcher) > SUSPECT_S or done:
+                    found += [unreachable(rank, of_launcher)] if of_launcher > seconds else []
+                elif age > seconds:
+                    found.append(silent(rank, age))
+                elif of_launcher > seconds:
+                    found.append(Failure(rank, "cannot be reached: its launcher has not answered "
+                                               f"for {of_launcher:.0f} s", SILENCE))
+        return found
+
+    def verdict(self):
+        """Return the failure to blame, as soon as it is known."""
+        found = [*self.failures.values(), *self.silent(self.limit_s)]
+        if not found:
+            return None
+        now = time.monotonic()
+        self.since = self.since or now
+        blamed = min(found, key=lambda failure: failure.kind)
+        if blamed.kind <= SILENCE:
+            return blamed
+        # Somebody has noticed an end, or has waited in vain: who is silent, or was just now?
+        for failure in (*self.silent(SUSPECT_S), *self.were_silent()):
+            self.suspects.setdefault(failure.rank, failure)
+        if now - self.since < GRACE_S:
+            return None
+        if self.suspects:
+            return next(iter(self.suspects.values()))
+        away, until = self.away
+        if away > self.timeout / 2 and now - until < self.timeout + 2 * GRACE_S:
+            return blamed._replace(what=(
+                f"could not wait any longer: the whole run was stopped for {away:.0f} s (Ctrl-Z, a "
+                f"suspended laptop), and --timeout is {self.timeout:g} s"))
+        return self.with_the_others(blamed) if blamed.kind == WAITED else blamed
+
+    def were_silent(self):
+        """Return the failures of ranks whose silence has just ended: others have waited for it."""
+        now = time.monotonic()
+        return [Failure(rank, f"did not answer for {gap:.0f} s", SILENCE) for rank in self.ranks
+                for gap, end in [self.heard.gaps.get(f"rank/{rank}", (0, 0))]
+                if gap > max(SUSPECT_S, self.timeout / 2) and now - end < self.timeout]
+
+    def with_the_others(self, blamed):
+        """Return the failure of a rank that only waits, with where those are that did not come."""
+        waiting = {failure.rank for failure in self.failures.values()}
+        others = [rank for rank in self.ranks
+                  if rank not in waiting and not self.status(rank).get("left")]
+        return blamed._replace(what="; ".join([blamed.what, *map(self.place, others[:3])]))
+
+    def place(self, rank):
+        """Return where a rank is, in words."""
+        from common.launcher.rank import described  # which imports this file
+
+        at = described(self.status(rank).get("at")) or " outside of these scripts"
+        return f"rank {rank} ({self.names[rank]}) is{at}"
+
+    def note_standstill(self):
+        """Print once, if nothing has moved for `--timeout` though every rank lives.
+
+        RPC waits for ever where a program tells it to, for example for an episode.
+        """
+        running = [rank for rank in self.ranks if not self.status(rank).get("left")]
+        moved = max((self.moved[rank][1] for rank in running), default=time.monotonic())
+        alive = all(0 <= self.heard.age(f"rank/{rank}") < SUSPECT_S for rank in running)
+        if self.noted or not alive or time.monotonic() - moved < self.timeout + GRACE_S:
+            return
+        self.noted = True
+        print(f"note: nothing has moved for {self.timeout:g} s: "
+              f"{'; '.join(map(self.place, running[:4]))}. Waiting goes on; Ctrl-C ends it.",
+              file=sys.stderr, flush=True)
+
+    def close(self, verdict):
+        """Tell the others whom to blame, and serve the store until they know."""
+        if not self.followers or verdict is None:
+            return
+        self.board.store.set("verdict", json.dumps(verdict))
+        deadline = time.monotonic() + 3 * BEAT_S
+        while time.monotonic() < deadline and not all(
+                self.status(rank, "launcher").get("left") or not self.status(rank, "launcher")
+                or self.heard.age(f"launcher/{rank}") > SUSPECT_S for rank in self.followers):
+            time.sleep(BEAT_S / 10)
+            self.board.exchange()
+
+
+class Follower:
+    """The launcher of another rank: it writes how its rank is, and reads the verdict.
+
+    Args:
+        board: `channel.Board` that reads this rank and the verdict.
+        rank: the one rank of this launcher.
+        timeout: seconds that the store may be silent.
+    """
+
+    def __init__(self, board, rank, timeout):
+        self.board, self.rank, self.timeout = board, rank, timeout
+
+    def watch(self, here, interruption=None):
+        """Wait until all is over; see `Decider.watch`."""
+        (process,), own, since, looked = here.values(), None, None, time.monotonic()
+        while True:
+            ready = wait([] if own else [process.sentinel], interruption)
+            if interruption in ready:
+                return Failure(self.rank, "was interrupted")
+            if time.monotonic() - looked > AWAY_S:
+                self.board.answered = time.monotonic()
+            looked = time.monotonic()
+            try:
+                self.board.exchange(failure=own)
+            except LostError:
+                own_cause = own is not None and own.kind == CAUSE
+                return own if own_cause else Failure(0, "ended: its launcher is gone")
+            if verdict := self.board.values["verdict"]:
+                return Failure(*verdict)
+            if own is None and (process.sentinel in ready or process.gone()):
+                status = self.board.values[f"rank/{self.rank}"] or {}
+                if status.get("left"):
+                    return None
+                own = Failure(*status["failure"]) if status.get("failure") else process.failure()
+                since = looked
+            silence = time.monotonic() - self.board.answered
+            if silence > max(self.timeout, SUSPECT_S):
+                return unreachable(0, silence)
+            if own is not None and looked - since > GRACE_S + 3 * BEAT_S:
+                return own  # the launcher of rank 0 does not decide
+
+    def close(self, verdict):
+        """Write that this launcher has ended, and why if it was its own rank."""
+        own = verdict if verdict is not None and verdict.rank == self.rank else None
+        try:
+            self.board.exchange(failure=own, left=True)
+        except LostError:
+            return
+
+
+def wait(sentinels, interruption):
+    """Wait for a beat at most; return what is ready."""
+    return connection.wait([*sentinels, *([] if interruption is None else [interruption])], BEAT_S)

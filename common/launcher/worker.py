@@ -1,0 +1,205 @@
+"""What a rank does beside its work: it beats, it reports its failure, it leaves."""
+
+import json
+import linecache
+import os
+import re
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing import connection
+from pathlib import Path
+
+from common.launcher import watch
+from common.launcher.channel import BEAT_S, ours
+from torch.distributed import rpc
+
+ROOT = Path(__file__).resolve().parents[2]  # of this repository
+OWN = str(Path(__file__).parent)
+LONGEST = 100_000  # characters of a traceback that are sent
+IN_WORDS = ("NotSavedError", "NotFiniteError")  # of common.checkpoint and common.report
+
+# How torch says that another process is gone, and that it has not answered.
+NOTICED = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|[Tt]imed ?out|timeout|tensorpipe|gloo|NCCL|RPCErr|"
+    r"Broken pipe|\beof\b|failed to connect|rendezvous|Socket|store")
+WAITED = re.compile(r"[Tt]imed ?out|timeout")
+
+
+class Heartbeat(threading.Thread):
+    """Write every second that this rank lives, and where it is; end it when nobody watches it.
+
+    Args:
+        rank: of this process.
+        store: where (`channel.open_store`).
+        unwatched: `unwatched(seconds)` waits for so long, and returns whether the process that
+            watches over this one is gone.
+        args: the parsed flags.
+    """
+
+    def __init__(self, rank, store, unwatched, args):
+        super().__init__(daemon=True)
+        self.rank, self.store, self.unwatched, self.args = rank, ours(store), unwatched, args
+        self.status = {"beat": 0, "failure": None, "left": False, "pieces": 0}
+        self.lock = threading.Lock()
+
+    def write(self, **changes):
+        """Write how this rank is, with `changes` in it. Without a store, nobody reads it."""
+        with self.lock, suppress(RuntimeError):
+            self.status |= {"beat": self.status["beat"] + 1, **changes}
+            self.store.set(f"rank/{self.rank}", json.dumps(self.status))
+
+    def run(self):
+        """Beat until the end."""
+        while True:
+            self.write(at=position(), moved=main_thread_time())
+            if self.unwatched(BEAT_S):
+                remove_leftovers([os.getpid()], self.args)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def fail(self, error):
+        """Report that this rank ends by an exception."""
+        self.write(failure=failure_of(self.rank, error, self.args.timeout))
+        self._sent()
+
+    def leave(self, pieces=0):
+        """Report that this rank has done its work; `pieces` of a result are in the store."""
+        self.write(left=True, pieces=pieces)
+        self._sent()
+
+    def _sent(self):
+        """Return when the store has got what was written, or is gone."""
+        with suppress(RuntimeError):
+            self.store.check(["verdict"])
+
+
+def position():
+    """Return where the main thread is: the innermost line of this repository, "file:line function".
+
+    None while it is elsewhere. (`sys._current_frames` is CPython's; `faulthandler` and debuggers
+    use it. Without it, messages would not say where a rank waits.)
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(str(ROOT)) and not path.startswith(OWN) and "site-packages" not in path:
+            return f"{Path(path).relative_to(ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def main_thread_time():
+    """Return the CPU time of the main thread: it stands still as long as the thread only waits."""
+    if not hasattr(time, "pthread_getcpuclockid"):  # macOS
+        return time.monotonic_ns()
+    return time.clock_gettime_ns(time.pthread_getcpuclockid(threading.main_thread().ident))
+
+
+def unwatched_by(launcher):
+    """Return the `unwatched` of a rank whose launcher is a process with this sentinel."""
+    return lambda seconds: bool(connection.wait([launcher], seconds))
+
+
+def report_exits_in_calls(heartbeat):
+    """Let `sys.exit()` in a function that another rank has called end this rank.
+
+    RPC takes an Exception to the caller with the name of the worker, but SystemExit and
+    KeyboardInterrupt without: the caller would be blamed. RPC calls this private function for each
+    message; without it, that is what would happen.
+    """
+    run_function = getattr(rpc.internal, "_run_function", None)
+
+    def run(call):
+        try:
+            return run_function(call)
+        except BaseException as error:
+            heartbeat.fail(error)
+            return exit_now(1)
+
+    if run_function is not None:
+        rpc.internal._run_function = run
+
+
+def exit_now(status):
+    """End this process at once.
+
+    Not by sys.exit: taking torch apart costs more than a second, and a live RPC agent may wait for
+    peers that are gone.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # `| head -1` reads no more
+            stream.flush()
+    os._exit(status)
+
+
+def remove_leftovers(pids, args):
+    """Remove what ranks were writing when they were killed.
+
+    `report.replacing` puts the id of its process into the name.
+    """
+    checkpoint = getattr(args, "checkpoint", None)
+    for folder in {args.output_dir, args.output_dir if checkpoint is None else checkpoint.parent}:
+        for pid in pids:
+            for leftover in folder.glob(f".*.{pid}.tmp"):
+                leftover.unlink(missing_ok=True)
+
+
+def failure_of(rank, error, timeout):
+    """Return the `watch.Failure` that an exception in `rank` means.
+
+    Its own, that of the worker where an RPC raised, or only a notice of another one's.
+
+    Args:
+        rank: where it was raised.
+        error: the exception.
+        timeout: seconds, of `--timeout`.
+    """
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return watch.Failure(rank, watch.exited(status))
+    if isinstance(error, BrokenPipeError) and _nobody_reads():
+        return watch.Failure(rank, "cannot print: nobody reads its output any more")
+    told = "".join(traceback.format_exception(error)).rstrip()
+    if len(told) > LONGEST:
+        told = f"{told[:LONGEST // 2]}\n[...]\n{told[-LONGEST // 2:]}"
+    message, kind = str(error), type(error).__name__
+    # What came over RPC names the worker where it was raised, with the traceback from there.
+    origin = re.findall(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\s*(\w+)\((.*)", message)
+    if origin:
+        rank, kind, message = int(origin[-1][0]), *origin[-1][1:]
+    if kind in IN_WORDS:  # which say all
+        return watch.Failure(rank, message.rstrip(")").strip("\"'") if origin else message)
+    if not isinstance(error, (RuntimeError, OSError)) or not NOTICED.search(message):
+        return watch.Failure(rank, f"raised {kind}", traceback=told)
+    if isinstance(error, RuntimeError) and WAITED.search(message) and not origin:
+        place = described(position_of(error))
+        return watch.Failure(rank, f"has waited for {timeout:g} s{place}", watch.WAITED, told)
+    return watch.Failure(rank, f"raised {kind}", watch.NOTICED, told)
+
+
+def position_of(error):
+    """Return the innermost line of this repository in a traceback, like `position`."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if frame.filename.startswith(str(ROOT)) and not frame.filename.startswith(OWN)
+              and "site-packages" not in frame.filename]
+    return f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else None
+
+
+def described(at):
+    """Return " at train.py:88, `dist.all_reduce(...)`", or "" if `at` is None."""
+    if at is None:
+        return ""
+    path, _, line = at.rpartition(":")
+    code = linecache.getline(str(ROOT / path), int(line)).strip()
+    return f" at {at}" + (f", `{code}`" if code else "")
+
+
+def _nobody_reads():
+    """Return whether the standard output is a pipe without a reader."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
