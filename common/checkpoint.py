@@ -8,6 +8,9 @@ from common.limits import reason_of, refuse, shortened
 from common.report import replacing
 
 
+COUNTERS = ("epochs", "episodes", "env_steps")  # how much is behind a training
+
+
 class NotSavedError(Exception):
     """Says what has happened in words that go on after "rank 0 (agent) ..."."""
 
@@ -44,7 +47,7 @@ def load(args, needs=()):
     except Exception:  # whatever torch.load makes of bytes that it did not write
         state = None
     ours = isinstance(state, dict) and state.get("example") == args.example
-    if not ours or not state.keys() >= {*needs}:
+    if not ours or not state.keys() >= {*needs} or not _counts(state):
         reject(args, f"is not a whole checkpoint of {args.example}; give another file")
     return state
 
@@ -71,6 +74,16 @@ def inspect(args, needs=(), make_model=None):
 def reject(args, why):
     """Refuse `--checkpoint`."""
     refuse(f"--checkpoint {shortened(args.checkpoint)} {why}", args.checkpoint_rank)
+
+
+def _counts(state):
+    """Return whether the counters are what they can be: whole numbers, or a list of what was."""
+    history = state.get("history", [])
+    kept = {**state, **history} if isinstance(history, dict) else state
+    counters = [kept[name] for name in COUNTERS if name in kept]
+    return isinstance(history, (list, dict)) and all(
+        isinstance(counter, list) or (type(counter) is int and counter >= 0)
+        for counter in counters)
 
 
 def _shapes(weights):

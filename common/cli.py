@@ -15,6 +15,7 @@ from common.limits import (  # noqa: F401  lessons take what they check from her
     require_file,
     require_memory,
     require_processes,
+    require_threads,
     require_writable_file,
     require_writable_folder,
     shortened,
@@ -35,6 +36,13 @@ class PlainParser(argparse.ArgumentParser):
 
     def __init__(self, description):
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Refuse a flag that is given twice: argparse would take the last one, in silence."""
+        words = [word.partition("=")[0] for word in (sys.argv[1:] if args is None else args)]
+        if twice := [word for word in words if word.startswith("--") and words.count(word) > 1]:
+            self.error(f"{twice[0]} is given twice")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message):
         """One line instead of argparse's usage and line."""
@@ -105,6 +113,7 @@ class Parser(PlainParser):
         self._check_ranks(args)
         if getattr(args, "lr", 0) > LARGEST_LR:
             refuse(f"--lr {args.lr:g} must be at most {LARGEST_LR:g}")
+        require_threads()
         transports = os.environ.get("RPC_TRANSPORTS", "")
         if transports and not set(transports.split(",")) <= set(TRANSPORTS):
             refuse(f"RPC_TRANSPORTS={shortened(transports)} must be one or more of "
@@ -172,7 +181,8 @@ def bounded(kind, at_least=None, above=None, at_most=None):
     def convert(text):
         try:
             value = kind(text)
-            valid = math.isfinite(value)
+            # Python would take 1_0 for ten, and digits of all scripts.
+            valid = math.isfinite(value) and text.isascii() and "_" not in text
         except (ValueError, OverflowError):
             valid = False
         refused = f"{shortened(text)!r} is not accepted"

@@ -9,6 +9,7 @@ import tempfile
 import torch.distributed as dist
 
 FILES_PER_RANK = 4  # that a launcher has open for each rank, at most
+MOST_THREADS = 1024  # of one process: more than any machine has cores
 
 
 def refuse(sentence, rank=0):
@@ -56,6 +57,13 @@ def require_processes(flags, number):
     if number > most:
         refuse(f"{flags} is too much for this machine, which can hold at most {most} processes "
                f"({'open files: ulimit -n' if files < memory else 'memory'})")
+
+
+def require_threads():
+    """Refuse an OMP_NUM_THREADS with which torch would start threads until the machine is full."""
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if setting.isdecimal() and int(setting) > MOST_THREADS:
+        refuse(f"OMP_NUM_THREADS={shortened(setting)} must be at most {MOST_THREADS}", None)
 
 
 def require_memory(args, flags, n_bytes, rank=None):

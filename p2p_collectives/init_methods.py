@@ -21,6 +21,7 @@ Last line:
 import os
 import socket
 from datetime import timedelta
+from multiprocessing import parent_process
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -62,8 +63,8 @@ def init_file(rank, size, args):
 
     Returns what the process had to know.
     """
-    # By default in the temporary folder of this run alone, beside the store of `launch`.
-    file = args.file or Path(urlparse(os.environ["INIT_METHOD"]).path).with_name("sharedfile")
+    # By default one of this run alone: all ranks have one launcher, which removes what is left.
+    file = args.file or args.output_dir / f".sharedfile.{parent_process().pid}.tmp"
     init_method = f"file://{file.absolute()}"
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size,
                             timeout=timedelta(seconds=args.timeout))
@@ -84,6 +85,9 @@ METHODS = {"env": init_process, "tcp": init_tcp, "file": init_file}
 def run_worker(rank, world_size, args):
     """Meet, add up, part, with each method; rank 0 returns what everyone knew and the sums."""
     meetings = []
+    if args.rank is None and not dist.is_torchelastic_launched():
+        # `launch` has opened a store for the ranks; here, rank 0 opens them, as in the tutorial.
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     for method in METHODS if args.method == "all" else [args.method]:
         knew = METHODS[method](rank, world_size, args)
         row = {"rank": rank, "knew": knew, "sum": run(rank, world_size)}

@@ -1,7 +1,7 @@
 """What ends a run, how it is reported: the rows that the tests try, and that docs/faults.md shows.
 
 The tests take from here which line they expect, and `benchmarks.docs` writes the tables of the pages from here.
-A line is a pattern (`re.fullmatch`) with {timeout} in it; it follows "error: rank 1 (observer1) ".
+A line is a pattern (`re.fullmatch`) with {timeout}, {rank} and {role} in it; it follows "error: rank 1 (observer1) ".
 """
 
 from typing import NamedTuple
@@ -17,6 +17,8 @@ class Fault(NamedTuple):
     by_silence: bool = False  # it is noticed after --timeout, not at once
     note: str = ""  # on the page
     note_ja: str = ""
+    traceback: bool = False  # printed before the line
+    of_who_waits: bool = False  # the line begins with a rank that waits for this one
 
     def expected(self, way="local"):
         """The line in one of the three ways in, as a pattern."""
@@ -29,10 +31,73 @@ class Fault(NamedTuple):
 
 SILENT = r"has not answered for \d+ s"
 DIED = "died; torchrun shows how"
+WAITED = r"has waited for {timeout} s at \S+:\d+, `.*`; (.*; )?rank {rank} \({role}\) is at \S+:\d+, `.*`"
+BEFORE_THE_END = "exited with status 0 before its work was done"
+# Of a rank that was frozen for about --timeout, and goes on.
+AWAY = r"(has not answered|did not answer) for \d+ s"
 
 OF_A_RANK = {
-    "exception": Fault("it raises ValueError", "ValueErrorを送出する", "raised ValueError"),
+    "exception": Fault("it raises ValueError", "ValueErrorを送出する", "raised ValueError", traceback=True),
+    "long traceback": Fault("it raises ValueError with a message of 20 MB", "20 MBのメッセージを持つValueErrorを送出する",
+                            "raised ValueError", traceback=True, note="the traceback is printed without its middle",
+                            note_ja="トレースバックは中ほどを省いて表示する"),
+    "KeyboardInterrupt": Fault("it raises KeyboardInterrupt", "KeyboardInterruptを送出する", "raised KeyboardInterrupt",
+                               traceback=True, note="also in a function that another rank has called over RPC",
+                               note_ja="ほかのランクがRPCで呼んだ関数の中でも同じ"),
+    "os._exit(0)": Fault("os._exit(0) in the middle of its work", "作業の途中でos._exit(0)", BEFORE_THE_END, DIED),
+    "sys.exit(0)": Fault("sys.exit(0) in the middle of its work", "作業の途中でsys.exit(0)", BEFORE_THE_END,
+                         note="also in a function that another rank has called over RPC",
+                         note_ja="ほかのランクがRPCで呼んだ関数の中でも同じ"),
+    "sys.exit(3)": Fault("sys.exit(3)", "sys.exit(3)", "exited with status 3"),
     "SIGKILL": Fault("SIGKILL, out of memory", "SIGKILL、メモリー不足", "was killed by SIGKILL", DIED),
+    "SIGTERM": Fault("SIGTERM", "SIGTERM", "was killed by SIGTERM", DIED),
+    "SIGSEGV": Fault("SIGSEGV, sent to it", "SIGSEGVを送られる", "was killed by SIGSEGV", DIED),
+    "segmentation fault": Fault("a segmentation fault", "セグメンテーション違反", "was killed by SIGSEGV", DIED),
+    "SIGABRT": Fault("SIGABRT, an assertion in C++", "SIGABRT、C++のアサーション", "was killed by SIGABRT", DIED),
     "SIGSTOP": Fault("SIGSTOP, a machine that swaps itself to a standstill", "SIGSTOP、スワップで固まったマシン",
                      SILENT, by_silence=True),
+    "lock held": Fault("one call holds Python's interpreter lock for longer than --timeout",
+                       "1回の呼び出しがPythonのインタープリターロックを--timeoutより長く保持する", SILENT, by_silence=True),
+    "destroyed group": Fault("it destroys its process group and goes on", "プロセスグループを破棄したまま続ける",
+                             "raised ValueError", traceback=True),
+    "aborted group": Fault("it aborts its process group", "プロセスグループを中断する", "raised RuntimeError",
+                           traceback=True),
+    "loop": Fault("it loops for ever, and another rank waits for it", "無限ループに入り、ほかのランクがそれを待つ",
+                  WAITED, by_silence=True, traceback=True, of_who_waits=True),
+    "lock": Fault("it waits for a lock that nobody releases", "誰も解放しないロックを待つ",
+                  WAITED, by_silence=True, traceback=True, of_who_waits=True),
+    "lone barrier": Fault("it alone calls barrier()", "1つのランクだけがbarrier()を呼ぶ",
+                          WAITED, by_silence=True, traceback=True, of_who_waits=True,
+                          note="which of the two comes first is chance", note_ja="どちらが先に挙がるかは偶然による"),
+    "send without recv": Fault("it calls send(), and nobody recv()", "send()を呼んだが誰もrecv()しない",
+                               WAITED, by_silence=True, traceback=True, of_who_waits=True,
+                               note="which of the two comes first is chance", note_ja="どちらが先に挙がるかは偶然による"),
 }
+
+# More than one thing happens to a run. The line follows "error: rank ..." of the rank named in `what`.
+OF_SEVERAL = {
+    "frozen for less than --timeout": Fault(
+        "it is frozen for a little less than --timeout, and goes on",
+        "--timeoutよりわずかに短いあいだ凍結し、再開する", AWAY, by_silence=True,
+        note="or the run goes on; no other rank is named", note_ja="または実行が続く。ほかのランクは挙がらない"),
+    "frozen for more than --timeout": Fault(
+        "it is frozen for a little more than --timeout, and goes on",
+        "--timeoutよりわずかに長いあいだ凍結し、再開する", AWAY, by_silence=True,
+        note="or, where nobody has waited for it, the run goes on", note_ja="または、誰も待っていなければ実行が続く"),
+    "raises, another is killed": Fault(
+        "it raises ValueError, and another rank is killed 50 ms later",
+        "ValueErrorを送出し、50ミリ秒後に別のランクがkillされる", "raised ValueError", traceback=True),
+    "killed, another is frozen": Fault(
+        "it is killed, and another rank is frozen 50 ms later",
+        "killされ、50ミリ秒後に別のランクが凍結する", "was killed by SIGKILL", DIED),
+    "frozen, another is killed": Fault(
+        "it is killed, and another rank has been frozen 50 ms before",
+        "killされ、その50ミリ秒前に別のランクが凍結している", "was killed by SIGKILL", DIED),
+}
+
+# What ends nothing: a rank does not come back from a call, and nobody has set a limit to it.
+STANDSTILL = Fault(
+    "nothing moves, and whoever waits does so without a limit (an episode of rpc_rl)",
+    "何も進まず、待つ側に制限時間がない（rpc_rlのエピソード）",
+    r"note: nothing has moved for {timeout} s: .*rank {rank} \({role}\) is at .*\. Waiting goes on; Ctrl-C ends it\.",
+    by_silence=True)

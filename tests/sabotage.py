@@ -1,17 +1,24 @@
-"""What the workers of `test_faults.py` run: a lesson that never ends by itself, or in which one role raises.
+"""What the workers of `test_faults.py` run: a lesson that never ends by itself, or in which one role fails.
 
     python tests/sabotage.py LESSON RANK WHAT SLOWED flags of the lesson ...
 
-runs the module LESSON for ever; in rank RANK, WHAT (`module:function`, or `-`) raises when it is called for the third
-time; `module:function:sleep` sleeps from then on. Before each call of SLOWED, functions with commas between them, there
-is a pause. No pytest here: the workers need not import it.
+runs the module LESSON for ever; in rank RANK, WHAT (`-`, or `module:function`, or `module:function:fault` with one of
+FAULTS) fails when it is called for the third time. Before each call of SLOWED, functions with commas between them,
+there is a pause. No pytest here: the workers need not import it.
 """
 
+import ctypes
 import functools
 import importlib
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 PAUSE_S = 0.1  # before each call of what a program does again and again: the machine has other tests to run
 
@@ -38,8 +45,8 @@ def nothing(*_):
 
 
 def let_raise(what, moment):
-    """Let a function or method raise when it is called for the third time, and write down the moment to a file."""
-    what, sleep, _ = what.rpartition(":sleep") if what.endswith(":sleep") else (what, "", "")
+    """Let a function or method fail when it is called for the third time, and write down the moment to a file."""
+    module, function, fault = [*what.split(":"), "exception"][:3]
     calls = []
 
     def sabotaged(honest):
@@ -47,13 +54,52 @@ def let_raise(what, moment):
             calls.append(1)
             if len(calls) == 3:
                 Path(moment).write_text(str(time.monotonic()))  # one clock for all processes
-                time.sleep(1000 if sleep else 0)
-                raise ValueError("sabotage")
+                FAULTS[fault]()
             return honest(*args, **kwargs)
 
         return call
 
-    replace(what, sabotaged)
+    replace(f"{module}:{function}", sabotaged)
+
+
+def throw(error):
+    """Raise it: `raise` is no expression."""
+    raise error
+
+
+def loop():
+    """Do this and that, and never come to an end; not so much that the other tests have no time."""
+    while True:
+        time.sleep(0.001)
+
+
+def wait_for_a_lock():
+    """Wait for a lock that nobody gives back."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+# What a rank does to itself, by its key in tests/fault_table.py.
+FAULTS = {
+    "exception": lambda: throw(ValueError("sabotage")),
+    "long traceback": lambda: throw(ValueError("x" * 20_000_000)),
+    "KeyboardInterrupt": lambda: throw(KeyboardInterrupt()),
+    "os._exit(0)": lambda: os._exit(0),
+    "sys.exit(0)": lambda: sys.exit(0),
+    "sys.exit(3)": lambda: sys.exit(3),
+    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "segmentation fault": lambda: ctypes.string_at(0),
+    "SIGABRT": os.abort,
+    "lock held": lambda: ctypes.PyDLL(None).sleep(1000),  # of the interpreter
+    "destroyed group": dist.destroy_process_group,
+    "aborted group": lambda: dist.distributed_c10d._abort_process_group(),
+    "sleep": lambda: time.sleep(1000),
+    "loop": loop,
+    "lock": wait_for_a_lock,
+    "lone barrier": lambda: dist.barrier(),
+    "send without recv": lambda: dist.send(torch.zeros(1), (dist.get_rank() + 1) % dist.get_world_size()),
+}
 
 
 def replace(what, wrapper):

@@ -21,6 +21,7 @@ from common import cli
 from common.launcher import launch, start
 
 from tests import sabotage
+from tests.fault_table import OF_A_RANK
 
 TIMEOUT_S = 4.0
 PATIENT_S = 20.0  # of those who wait for a rank that will raise, or be killed: the machine is busy
@@ -32,7 +33,7 @@ class Program(NamedTuple):
     lesson: str  # module
     flags: str  # that make it run for ever
     roles: str  # of its ranks; of several with one name and a number, the last is disturbed too
-    raises: dict  # role -> a function or method that it calls again and again
+    raises: dict  # role -> a function or method that it calls again and again: there it fails
 
     def __str__(self):
         return self.lesson
@@ -44,10 +45,10 @@ class Program(NamedTuple):
 
     def slowed(self):
         """What makes a pause before each call, so that a run that is to be disturbed leaves the cores to others."""
-        return [what.removesuffix(":sleep") for what in self.raises.values()]
+        return list(self.raises.values())
 
     def sabotaged(self, what):
-        """The arguments of tests/sabotage.py, with which `what` raises in rank 1."""
+        """The arguments of tests/sabotage.py, with which `what` (with `:fault`, or it raises) fails in rank 1."""
         return [self.lesson, "1", what, ",".join(self.slowed())]
 
 
@@ -94,15 +95,35 @@ PROGRAMS = [
 
 
 class Run:
-    """A program in this very process, in a thread, so that several can be disturbed at the same time."""
+    """A program in this very process, in a thread, so that several can be disturbed at the same time.
 
-    def __init__(self, program, folder, fault, role):
-        self.program, self.roles, self.fault = program, program.roles.split(), fault
-        self.rank, self.folder, self.processes = self.roles.index(role), folder / f"{fault}{role}", {}
+    Args:
+        program: which.
+        folder: for its output.
+        fault: what `role` does to itself (`sabotage.FAULTS`), or a signal that it is sent.
+        role: of the rank that fails.
+        signals: what is sent afterwards: (seconds, role, signal), each some seconds after the one before.
+        timeout_s: of `--timeout`.
+    """
+
+    def __init__(self, program, folder, fault, role, signals=(), timeout_s=None):
+        self.program, self.roles, self.fault, self.signals = program, program.roles.split(), fault, list(signals)
+        self.rank, self.processes = self.roles.index(role), {}
+        self.folder = folder / f"{fault}{role}{len(self.signals)}".replace(" ", "")
         self.status, self.seconds = None, None  # from the fault to the end
-        self.timeout_s = TIMEOUT_S if fault == "SIGSTOP" else PATIENT_S
-        self.raises = [self.rank, program.raises[role]] if fault == "exception" else None
-        self.slowed = program.slowed()
+        self.row = OF_A_RANK.get(fault)
+        by_silence = self.row is not None and self.row.by_silence
+        self.timeout_s = timeout_s or (TIMEOUT_S if by_silence else PATIENT_S)
+        self.raises = None
+        if fault in sabotage.FAULTS:
+            self.raises = [self.rank, f"{program.raises[role]}:{fault}"]
+        elif fault.startswith("SIG"):
+            self.signals.insert(0, (0, role, fault))
+        self.slowed, self.start_method = program.slowed(), "forkserver"
+
+    def expected(self):
+        """Its one line, as a pattern."""
+        return line(self.rank, self.roles, self.fault, timeout_s=self.timeout_s)
 
     def disturb(self):
         """Start it, let the fault happen, wait for its end."""
@@ -119,23 +140,34 @@ class Run:
     def started(self, processes):
         """Called by the launcher."""
         self.processes, self.disturbed = processes, math.inf
-        if self.fault != "exception":
-            threading.Thread(target=self.send_signal).start()
+        if self.signals:
+            threading.Thread(target=self.send_signals, daemon=True).start()
 
-    def send_signal(self):
-        """In the middle of the run, or of its beginning."""
-        time.sleep(2.0)
+    def send_signals(self):
+        """In the middle of the run, or of its beginning; or after what the rank has done to itself."""
+        begun, moment = time.monotonic(), self.folder / "moment"
+        while self.status is None and (time.monotonic() < begun + 2 if self.raises is None else not moment.exists()):
+            time.sleep(0.01)
         self.disturbed = time.monotonic()
-        os.kill(self.processes[self.rank].pid, getattr(signal, self.fault))
+        for pause, role, name in self.signals:
+            time.sleep(pause)
+            process = self.processes[self.roles.index(role)]
+            if self.status is None and process.is_alive():
+                os.kill(process.pid, getattr(signal, name))
 
 
-def line(rank, roles, fault, stopped=None):
+def line(rank, roles, fault, stopped=None, way="local", timeout_s=TIMEOUT_S):
     """The one line of a launcher, as a pattern; `stopped` other processes, by default all others."""
-    what = {"exception": "raised ValueError", "SIGSTOP": r"has not answered for \d+ s"}.get(
-        fault, f"was killed by {fault}")
     others = len(roles) - 1 if stopped is None else stopped
     suffix = f"; stopped {others} other process{'es' if others > 1 else ''}" if others else ""
-    return rf"error: rank {rank} \({roles[rank]}\) {what}{suffix}"
+    row = OF_A_RANK[fault]
+    who = r"rank \d+ \(\w+\)" if row.of_who_waits else rf"rank {rank} \({roles[rank]}\)"
+    return f"error: {who} {filled(row.expected(way), rank, roles, timeout_s)}{suffix}"
+
+
+def filled(pattern, rank, roles, timeout_s=TIMEOUT_S):
+    """A pattern of tests/fault_table.py, of a certain rank."""
+    return pattern.format(timeout=f"{timeout_s:g}", rank=rank, role=roles[rank])
 
 
 _here = threading.local()
@@ -173,20 +205,64 @@ def clean(tmp_path, monkeypatch):
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_fault_of_a_rank(program, fault, clean, tmp_path, capfd):
     """Whoever fails, however: the run ends everywhere, and names the role at fault."""
-    ends(program, fault, program.raises if fault == "exception" else program.roles.split(), tmp_path, capfd)
+    roles = program.raises if fault == "exception" else program.roles.split()
+    ends([Run(program, tmp_path, fault, role) for role in roles], capfd)
 
 
 @pytest.mark.parametrize("fault", ["SIGKILL", "exception"])
 def test_fault_while_others_wait(fault, clean, tmp_path, capfd):
     """With `--consistency bounded`, trainers wait for each other's steps: those of this one will not come."""
-    program = next(program for program in PROGRAMS if program.lesson == "param_server.main")
+    program = named("param_server.main")
     program = program._replace(flags=f"{program.flags} --consistency bounded --max_staleness 0")
-    ends(program, fault, ["trainer2"], tmp_path, capfd)
+    ends([Run(program, tmp_path, fault, "trainer2")], capfd)
 
 
-def ends(program, fault, roles, tmp_path, capfd):
-    """A run for each role, in which it fails, all at the same time: every run ends, and names that role."""
-    runs = [Run(program, tmp_path, fault, role) for role in roles]
+ENDS = ("os._exit(0)", "sys.exit(0)", "segmentation fault")
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_end_of_a_rank(program, clean, tmp_path, capfd):
+    """It ends in the middle of its work, with status 0 or in C++: in its main thread, or in a call over RPC."""
+    runs = [Run(program, tmp_path, fault, role) for number, role in enumerate(program.raises)
+            for fault in (ENDS if number == 0 else ENDS[:2])]
+    ends(runs, capfd)
+
+
+@pytest.mark.parametrize("faults", [
+    ["sys.exit(3)", "KeyboardInterrupt"], ["SIGSEGV", "SIGABRT"], ["lock held"], ["long traceback"]], ids=" ".join)
+@pytest.mark.parametrize("lesson", ["rpc_rl.main", "param_server.main", "ddp_rpc_hybrid.main", "p2p_collectives.train"])
+def test_rarer_end_of_a_rank(lesson, faults, clean, tmp_path, capfd):
+    """Where a role works in its main thread, where in calls over RPC, whose traceback goes to the caller first."""
+    program = named(lesson)
+    ends([Run(program, tmp_path, fault, role) for fault in faults for role in program.raises], capfd)
+
+
+@pytest.mark.parametrize("fault", ["destroyed group", "aborted group"])
+@pytest.mark.parametrize("lesson", ["p2p_collectives.train", "ddp_basic.elastic"])
+def test_end_of_a_group(lesson, fault, clean, tmp_path, capfd):
+    """A rank leaves its process group in the middle of its work, and goes on."""
+    program = named(lesson)
+    ends([Run(program, tmp_path, fault, role) for role in program.raises], capfd)
+
+
+@pytest.mark.parametrize(("lesson", "fault"), [
+    *((program.lesson, "lock") for program in PROGRAMS
+      if program.lesson not in ("rpc_rl.main", "batch_rl.main", "p2p_collectives.init_methods")),  # no limit, no end
+    ("p2p_collectives.train", "loop"), ("p2p_collectives.train", "lone barrier"),
+    ("p2p_collectives.train", "send without recv")])
+def test_only_waiting_tells(lesson, fault, clean, tmp_path, capfd):
+    """The rank that waits is reported as one that waits, with where the other one is: nobody has failed."""
+    program = named(lesson)
+    ends([Run(program, tmp_path, fault, role) for role in program.raises], capfd)
+
+
+def named(lesson):
+    """The program of a lesson."""
+    return next(program for program in PROGRAMS if program.lesson == lesson)
+
+
+def complete(runs):
+    """Let them all happen at the same time, to their ends."""
     threads = [threading.Thread(target=run.disturb, daemon=True) for run in runs]
     for thread in threads:
         thread.start()
@@ -196,17 +272,25 @@ def ends(program, fault, roles, tmp_path, capfd):
     for process in (process for run in hanging for process in run.processes.values()):
         process.kill()
     assert [run.roles[run.rank] for run in hanging] == []
+
+
+def ends(runs, capfd):
+    """Every run ends everywhere, in time, and names the role at fault and no other, once; what else was printed."""
+    complete(runs)
     err = capfd.readouterr().err
     errors = [text for text in err.splitlines() if text.startswith("error:")]
-    for run in runs:
+    patterns = [run.expected() for run in runs]
+    for run, expected in zip(runs, patterns, strict=True):
         assert run.status == 1, (run.roles[run.rank], err)
-        assert run.seconds < (TIMEOUT_S if fault == "SIGSTOP" else 0) + 10
-        expected = line(run.rank, run.roles, fault)
-        assert sum(bool(re.fullmatch(expected, text)) for text in errors) == 1, (expected, err)
+        assert run.seconds < run.row.within_s(run.timeout_s), (run.fault, run.seconds)
+        found = sum(bool(re.fullmatch(expected, text)) for text in errors)
+        assert found == patterns.count(expected), (expected, errors, err[-5000:])
         assert not any(process.is_alive() for process in run.processes.values())
-    assert len(errors) == len(runs)
+    assert len(errors) == len(runs), err
     # The cause's traceback, and no other.
-    assert err.count("sabotage") >= len(runs) if fault == "exception" else "Traceback" not in err, err
+    tracebacks = sum(run.row.traceback for run in runs)
+    assert err.count("sabotage") >= tracebacks if tracebacks else "Traceback" not in err, err
+    return err
 
 
 @pytest.mark.parametrize(("lesson", "role", "function", "words"), [
@@ -215,11 +299,10 @@ def ends(program, fault, roles, tmp_path, capfd):
 ])
 def test_slow_role(lesson, role, function, words, clean, tmp_path, capfd):
     """A rank that lives, beats and keeps the others waiting is named, too: nobody takes it for dead."""
-    program = next(program for program in PROGRAMS if program.lesson == lesson)
+    program = named(lesson)
     if lesson == "batch_rl.main":  # another observer, to be kept waiting
         program = program._replace(flags=f"{program.flags} --observers 2", roles=f"{program.roles} observer2")
-    run = Run(program._replace(raises={role: f"{function}:sleep"}), tmp_path, "exception", role)
-    run.timeout_s = TIMEOUT_S
+    run = Run(program._replace(raises={role: function}), tmp_path, "sleep", role, timeout_s=TIMEOUT_S)
     run.disturb()
     err = capfd.readouterr().err
     assert run.status == 1

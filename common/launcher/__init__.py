@@ -11,7 +11,7 @@ LOCAL_WORLD_SIZE and INIT_METHOD in its environment, and has its fair share of t
 
     start.py        the local and the manual way: processes, the fork server, interruptions
     torchrun.py     the third way, and the process that watches over a rank there
-    rank.py         what a rank does beside its work: it beats, it reports its failure, it leaves
+    worker.py       what a rank does beside its work: it beats, it reports its failure, it leaves
     watch.py        who has failed: the cause, not the one that noticed it
     channel.py      the one channel between all of them: a TCPStore
     environment.py  the state that every worker is in; fork_server.py, network.py

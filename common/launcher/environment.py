@@ -5,11 +5,13 @@ import ctypes
 import functools
 import logging
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
 
 import torch
+import torch.multiprocessing
 from common.launcher.network import interface_towards
 from torch.distributed import rpc
 
@@ -111,6 +113,15 @@ def _show_unless_known(show, message, *where, **options):
     known = "`TorchScript` support for functional optimizers is deprecated"
     if not str(message).startswith(known):
         show(message, *where, **options)
+
+
+def wake_with_parent():
+    """Let the system wake this process, if it is frozen, when its parent ends: it then ends, too.
+
+    (On Linux. Without this private name, what is frozen would stay when a launcher is killed, and
+    ranks would end by torch's own signal.)
+    """
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGCONT)
 
 
 def quiet_cpp():

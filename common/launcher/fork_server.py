@@ -11,12 +11,13 @@ import warnings
 from multiprocessing import forkserver
 from pathlib import Path
 
-from common.launcher.environment import MAIN_PATH, quiet
+from common.launcher.environment import MAIN_PATH, quiet, wake_with_parent
 
 # The launcher has blocked these for the start. From here on the workers, which inherit this, end by
 # them in silence.
 launcher = os.getppid()
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+wake_with_parent()
 quiet()
 if main_path := os.environ.pop(MAIN_PATH, ""):
     # What `forkserver.set_forkserver_preload(["__main__"])` does, but only since Python 3.12.9.

@@ -252,6 +252,9 @@ class Processes:
             if process.process.exitcode is None:  # the fork server is frozen, and does not see it
                 end_fork_server()
                 process.process.join(1.0)
+        with suppress(AttributeError, TypeError, ProcessLookupError):
+            # One that is frozen would stay. (Without this private name, it does.)
+            os.kill(resource_tracker._resource_tracker._pid, signal.SIGCONT)
         pids = [process.process.pid for process in self.by_rank.values()]
         worker.remove_leftovers([os.getpid(), *pids], self.args)
         self.over.set()
@@ -339,9 +342,7 @@ def run_rank(index, run_worker, args, ranks, init_method, inherited):
     """Be a started process: run `run_worker`, then write its result or failure into the store."""
     if inherited is not None:
         inherited.take()
-    # torch asks for SIGINT when the launcher dies; but the heartbeat cleans up before it ends.
-    # (Without this private name, it would be torch's SIGINT that ends it.)
-    mp._prctl_pr_set_pdeathsig(0)
+    environment.wake_with_parent()  # not torch's SIGINT: the heartbeat cleans up before it ends
     environment.quiet_cpp()
     # Ctrl-C ends it even inside C++; the launcher prints the message.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -32,6 +32,7 @@ def be_one_rank(run_worker, args, names):
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     environment.enter(me, args.world_size, local_rank, local_world_size, "env://",
                       os.environ["MASTER_ADDR"], together=False)
+    environment.wake_with_parent()
     environment.reproducible(args)
     neighbours = range(me - local_rank, me - local_rank + local_world_size)
     address, listener, store = _meet(me, args, local_world_size == args.world_size)
@@ -42,6 +43,8 @@ def be_one_rank(run_worker, args, names):
     worker.report_exits_in_calls(heartbeat)
     try:
         result = run_worker(me, args.world_size, args)
+    except KeyboardInterrupt:  # Ctrl-C: torchrun ends all of its ranks
+        worker.exit_now(130)
     except BaseException as error:
         heartbeat.fail(error)
         # Meanwhile, the heartbeat ends this process as soon as it is known whom to blame.
@@ -176,6 +179,7 @@ def watch_over(parent, args, names, neighbours, address, listener):
 
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, stop)  # torchrun stops the rank; we end after it
+    environment.wake_with_parent()
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     me, keys = parent.rank, [f"rank/{rank}" for rank in range(args.world_size)]
     store = channel.open_store(*address, listener)

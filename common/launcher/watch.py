@@ -13,13 +13,16 @@ call that holds Python's interpreter lock for longer than `--timeout` would be m
 """
 
 import json
+import linecache
 import sys
 import time
 from multiprocessing import connection
+from pathlib import Path
 from typing import NamedTuple
 
 from common.launcher.channel import BEAT_S, LostError
 
+ROOT = Path(__file__).resolve().parents[2]  # of this repository
 GRACE_S = 4.0  # how long to look for the rank to blame, when others have only noticed its end
 SUSPECT_S = 3.5 * BEAT_S  # who is silent for so long while somebody misses an answer is to blame
 START_S = 60.0  # a process may take this long until its first beat
@@ -49,6 +52,15 @@ def silent(rank, seconds):
 def unreachable(rank, seconds):
     """Return the failure of a rank of which nothing is heard, nor of its launcher."""
     return Failure(rank, f"cannot be reached: no sign of life for {seconds:.0f} s", SILENCE)
+
+
+def described(at):
+    """Return " at train.py:88, `dist.all_reduce(...)`", or "" if `at` is None."""
+    if at is None:
+        return ""
+    path, _, line = at.rpartition(":")
+    code = linecache.getline(str(ROOT / path), int(line)).strip()
+    return f" at {at}" + (f", `{code}`" if code else "")
 
 
 def report(failure, names, stopped=0):
@@ -162,7 +174,8 @@ class Decider:
         """Return the failures of those that have been silent for so long, or have not come."""
         found = []
         for rank in self.ranks:
-            age, done = self.heard.age(f"rank/{rank}"), self.status(rank).get("left")
+            age, status = self.heard.age(f"rank/{rank}"), self.status(rank)
+            done = status.get("left") or status.get("failure") or f"end of {rank}" in self.failures
             if rank not in self.followers:
                 found += [silent(rank, age)] if age > seconds and not done else []
             elif not self.status(rank, "launcher"):
@@ -219,8 +232,6 @@ class Decider:
 
     def place(self, rank):
         """Return where a rank is, in words."""
-        from common.launcher.rank import described  # which imports this file
-
         at = described(self.status(rank).get("at")) or " outside of these scripts"
         return f"rank {rank} ({self.names[rank]}) is{at}"
 

@@ -1,7 +1,6 @@
 """What a rank does beside its work: it beats, it reports its failure, it leaves."""
 
 import json
-import linecache
 import os
 import re
 import select
@@ -16,9 +15,9 @@ from pathlib import Path
 
 from common.launcher import watch
 from common.launcher.channel import BEAT_S, ours
+from common.launcher.watch import ROOT
 from torch.distributed import rpc
 
-ROOT = Path(__file__).resolve().parents[2]  # of this repository
 OWN = str(Path(__file__).parent)
 LONGEST = 100_000  # characters of a traceback that are sent
 IN_WORDS = ("NotSavedError", "NotFiniteError")  # of common.checkpoint and common.report
@@ -56,8 +55,9 @@ class Heartbeat(threading.Thread):
     def run(self):
         """Beat until the end."""
         while True:
-            self.write(at=position(), moved=main_thread_time())
+            self.write(at=position(), moved=movement())
             if self.unwatched(BEAT_S):
+                self.write(failure=watch.Failure(self.rank, "ended: its launcher is gone"))
                 remove_leftovers([os.getpid()], self.args)
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -77,26 +77,38 @@ class Heartbeat(threading.Thread):
             self.store.check(["verdict"])
 
 
-def position():
-    """Return where the main thread is: the innermost line of this repository, "file:line function".
+def innermost(frames):
+    """Return the first line of this repository among frames, "rpc_rl/main.py:88", or None.
 
-    None while it is elsewhere. (`sys._current_frames` is CPython's; `faulthandler` and debuggers
-    use it. Without it, messages would not say where a rank waits.)
+    Args:
+        frames: as of `traceback.walk_stack`, the innermost first.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    while frame is not None:
+    for frame, line in frames:
         path = frame.f_code.co_filename
         if path.startswith(str(ROOT)) and not path.startswith(OWN) and "site-packages" not in path:
-            return f"{Path(path).relative_to(ROOT)}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{Path(path).relative_to(ROOT)}:{line}"
     return None
 
 
-def main_thread_time():
-    """Return the CPU time of the main thread: it stands still as long as the thread only waits."""
+def position():
+    """Return where the main thread is, like `innermost`."""
+    # CPython's, as in faulthandler; without it, messages would not tell where a rank waits.
+    return innermost(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident]))
+
+
+def movement():
+    """Return something that stays the same as long as no Python thread of this process moves.
+
+    It is the CPU time of the main thread, and where the others are: a call that spans a training
+    runs in one of those.
+    """
     if not hasattr(time, "pthread_getcpuclockid"):  # macOS
         return time.monotonic_ns()
-    return time.clock_gettime_ns(time.pthread_getcpuclockid(threading.main_thread().ident))
+    main, me = threading.main_thread().ident, threading.get_ident()
+    places = [(thread, frame.f_lasti)
+              for thread, innermost_frame in sys._current_frames().items()
+              if thread not in (main, me) for frame, _ in traceback.walk_stack(innermost_frame)]
+    return [time.clock_gettime_ns(time.pthread_getcpuclockid(main)), hash(tuple(places))]
 
 
 def unwatched_by(launcher):
@@ -176,26 +188,9 @@ def failure_of(rank, error, timeout):
     if not isinstance(error, (RuntimeError, OSError)) or not NOTICED.search(message):
         return watch.Failure(rank, f"raised {kind}", traceback=told)
     if isinstance(error, RuntimeError) and WAITED.search(message) and not origin:
-        place = described(position_of(error))
+        place = watch.described(innermost(reversed([*traceback.walk_tb(error.__traceback__)])))
         return watch.Failure(rank, f"has waited for {timeout:g} s{place}", watch.WAITED, told)
     return watch.Failure(rank, f"raised {kind}", watch.NOTICED, told)
-
-
-def position_of(error):
-    """Return the innermost line of this repository in a traceback, like `position`."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if frame.filename.startswith(str(ROOT)) and not frame.filename.startswith(OWN)
-              and "site-packages" not in frame.filename]
-    return f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else None
-
-
-def described(at):
-    """Return " at train.py:88, `dist.all_reduce(...)`", or "" if `at` is None."""
-    if at is None:
-        return ""
-    path, _, line = at.rpartition(":")
-    code = linecache.getline(str(ROOT / path), int(line)).strip()
-    return f" at {at}" + (f", `{code}`" if code else "")
 
 
 def _nobody_reads():
