@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import random
 import select
 import shutil
 import struct
@@ -65,12 +66,25 @@ def why_not(round_trip_s=None):
         return f"a long cable cannot be made here ({error})"
 
 
+class Weather:
+    """What a long cable does to packets; it may change while they are under way.
+
+    Attributes:
+        lost: the share of packets that get lost, from the first machine and from the second one.
+        held_until: packets arrive no earlier (`time.monotonic`): a delay spike.
+    """
+
+    def __init__(self):
+        self.lost, self.held_until, self.chance = [0.0, 0.0], 0.0, random.Random(0)
+
+
 @contextlib.contextmanager
-def two_machines(round_trip_s=None):
+def two_machines(round_trip_s=None, weather=None):
     """Yield two `Machine`s, which reach each other and nobody else.
 
     Args:
         round_trip_s: what the cable adds to a question and its answer; None: no long cable.
+        weather: `Weather` of a long cable; None: always fair.
     """
     run = f"{os.getpid()}-{next(_numbers)}"
     machines = [Machine(f"machine{n}-{run}", f"10.123.45.{n}") for n in (1, 2)]
@@ -89,7 +103,7 @@ def two_machines(round_trip_s=None):
             for card in ("lo", "eth0"):
                 ip("-n", machine.name, "link", "set", card, "up")
         if round_trip_s is not None:
-            stack.enter_context(long_cable(ends, round_trip_s / 2))  # which writes to both
+            stack.enter_context(long_cable(ends, round_trip_s / 2, weather))  # which writes to both
         yield machines
 
 
@@ -107,10 +121,10 @@ def network_card(namespace):
 
 
 @contextlib.contextmanager
-def long_cable(ends, delay_s):
+def long_cable(ends, delay_s, weather=None):
     """Carry packets between two devices for as long as the context lasts."""
     hears, says = os.pipe()
-    cable = threading.Thread(target=carry, args=(*ends, delay_s, hears))
+    cable = threading.Thread(target=carry, args=(*ends, delay_s, hears, weather or Weather()))
     cable.start()
     try:
         yield
@@ -120,8 +134,10 @@ def long_cable(ends, delay_s):
         os.close(hears)
 
 
-def carry(one, other, delay_s, stop):
+def carry(one, other, delay_s, stop, weather):
     """Write each packet that comes out of one device into the other one, `delay_s` later.
+
+    Unless the weather keeps it.
 
     Returns when the file descriptor `stop` can be read.
     """
@@ -137,9 +153,11 @@ def carry(one, other, delay_s, stop):
         readable, _, _ = select.select([one, other, stop], [], [], until_next)
         if stop in readable:
             return
-        arrival = time.monotonic() + delay_s
+        arrival = max(time.monotonic() + delay_s, weather.held_until)
         for end in readable:
-            under_way.append((arrival, to[end], os.read(end, MTU)))
+            packet = os.read(end, MTU)
+            if weather.chance.random() >= weather.lost[end == other]:
+                under_way.append((arrival, to[end], packet))
         while under_way and under_way[0][0] <= time.monotonic():
             _, end, packet = under_way.popleft()
             os.write(end, packet)

@@ -7,7 +7,6 @@ from common.cli import starts_rank
 from common.limits import reason_of, refuse, shortened
 from common.report import replacing
 
-
 COUNTERS = ("epochs", "episodes", "env_steps")  # how much is behind a training
 
 

@@ -32,6 +32,7 @@ class Fault(NamedTuple):
 SILENT = r"has not answered for \d+ s"
 DIED = "died; torchrun shows how"
 WAITED = r"has waited for {timeout} s at \S+:\d+, `.*`; (.*; )?rank {rank} \({role}\) is at \S+:\d+, `.*`"
+WAITING = r"has waited for {timeout} s at \S+:\d+, `.*`; rank \d+ \(\w+\) is at \S+:\d+, `.*`"  # any two
 BEFORE_THE_END = "exited with status 0 before its work was done"
 # Of a rank that was frozen for about --timeout, and goes on.
 AWAY = r"(has not answered|did not answer) for \d+ s"
@@ -67,10 +68,10 @@ OF_A_RANK = {
     "lock": Fault("it waits for a lock that nobody releases", "誰も解放しないロックを待つ",
                   WAITED, by_silence=True, traceback=True, of_who_waits=True),
     "lone barrier": Fault("it alone calls barrier()", "1つのランクだけがbarrier()を呼ぶ",
-                          WAITED, by_silence=True, traceback=True, of_who_waits=True,
+                          WAITING, by_silence=True, traceback=True, of_who_waits=True,
                           note="which of the two comes first is chance", note_ja="どちらが先に挙がるかは偶然による"),
     "send without recv": Fault("it calls send(), and nobody recv()", "send()を呼んだが誰もrecv()しない",
-                               WAITED, by_silence=True, traceback=True, of_who_waits=True,
+                               WAITING, by_silence=True, traceback=True, of_who_waits=True,
                                note="which of the two comes first is chance", note_ja="どちらが先に挙がるかは偶然による"),
 }
 
@@ -90,7 +91,7 @@ OF_SEVERAL = {
     "killed, another is frozen": Fault(
         "it is killed, and another rank is frozen 50 ms later",
         "killされ、50ミリ秒後に別のランクが凍結する", "was killed by SIGKILL", DIED),
-    "frozen, another is killed": Fault(
+    "killed, another was frozen": Fault(
         "it is killed, and another rank has been frozen 50 ms before",
         "killされ、その50ミリ秒前に別のランクが凍結している", "was killed by SIGKILL", DIED),
 }
@@ -101,3 +102,100 @@ STANDSTILL = Fault(
     "何も進まず、待つ側に制限時間がない（rpc_rlのエピソード）",
     r"note: nothing has moved for {timeout} s: .*rank {rank} \({role}\) is at .*\. Waiting goes on; Ctrl-C ends it\.",
     by_silence=True)
+
+
+class Beside(NamedTuple):
+    """One row: what happens to processes that are no ranks, and what becomes of the run."""
+
+    deeds: str  # "fork server SIGSTOP, rank 1 SIGKILL": in this order, at the same time
+    what: str  # English
+    what_ja: str
+    line: str = ""  # after "error: ", as a pattern; "" if nothing is printed
+    status: int = 1  # of the command; 0: the run goes on, and ends as if nothing had happened
+    by_silence: bool = False
+    others: str | None = None  # the line in the other terminals of a manual launch
+
+    def within_s(self, timeout_s):
+        """By when the run must have ended everywhere."""
+        return 10 + (timeout_s if self.by_silence else 0)
+
+
+KILLED = -9
+STOPPED_BOTH = "; stopped 2 other processes"
+FORK_SERVER = f"the fork server was killed{STOPPED_BOTH}"
+GONE = "ended: its launcher is gone"
+UNREACHABLE = r"cannot be reached: no sign of life for \d+ s; stopped 1 other process"
+NOT_WATCHED = "is not watched: the process beside it"
+
+# way in, phase -> rows. The run has two ranks, role0 and role1.
+OF_A_LAUNCHER = {
+    ("local", "import"): [
+        Beside("launcher SIGKILL", "the launcher is killed", "ランチャーがkillされる", status=KILLED),
+        Beside("launcher SIGSTOP, launcher SIGCONT", "Ctrl-Z, then fg", "Ctrl-Zのあとfg", status=0),
+        Beside("fork server SIGKILL", "the fork server is killed", "フォークサーバーがkillされる",
+               "cannot start 2 processes: the fork server has ended"),
+        Beside("fork server SIGSTOP, launcher SIGINT", "the fork server is frozen; Ctrl-C",
+               "フォークサーバーが凍結し、Ctrl-C", status=130),
+        Beside("fork server SIGSTOP, launcher SIGTERM", "the fork server is frozen; SIGTERM",
+               "フォークサーバーが凍結し、SIGTERM", status=130),
+        Beside("tracker SIGKILL", "the resource tracker is killed", "リソーストラッカーがkillされる", status=0),
+    ],
+    ("local", "run"): [
+        Beside("launcher SIGKILL", "the launcher is killed", "ランチャーがkillされる", status=KILLED),
+        Beside("launcher SIGSTOP, launcher SIGCONT", "Ctrl-Z, then fg", "Ctrl-Zのあとfg", status=0),
+        Beside("rank 1 SIGSTOP, launcher SIGKILL", "a rank is frozen, the launcher killed",
+               "ランクが凍結し、ランチャーがkillされる", status=KILLED),
+        Beside("fork server SIGKILL", "the fork server is killed", "フォークサーバーがkillされる", FORK_SERVER),
+        Beside("rank 1 SIGSTOP, fork server SIGKILL", "a rank is frozen, the fork server killed",
+               "ランクが凍結し、フォークサーバーがkillされる", FORK_SERVER),
+        Beside("fork server SIGSTOP", "the fork server is frozen", "フォークサーバーが凍結する", status=0),
+        Beside("fork server SIGSTOP, launcher SIGINT", "the fork server is frozen; Ctrl-C",
+               "フォークサーバーが凍結し、Ctrl-C", status=130),
+        Beside("fork server SIGSTOP, launcher SIGKILL", "the fork server is frozen, the launcher killed",
+               "フォークサーバーが凍結し、ランチャーがkillされる", status=KILLED),
+        Beside("fork server SIGSTOP, rank 1 SIGKILL", "the fork server is frozen, a rank killed",
+               "フォークサーバーが凍結し、ランクがkillされる", r"rank 1 \(role1\) died; stopped 1 other process"),
+        Beside("fork server SIGSTOP, rank 1 SIGSTOP", "the fork server and a rank are frozen",
+               "フォークサーバーとランクが凍結する",
+               rf"rank 1 \(role1\) {SILENT}; stopped 1 other process", by_silence=True),
+        Beside("tracker SIGKILL", "the resource tracker is killed", "リソーストラッカーがkillされる", status=0),
+        Beside("tracker SIGSTOP", "the resource tracker is frozen", "リソーストラッカーが凍結する", status=0),
+    ],
+    ("local", "shutdown"): [
+        Beside("launcher SIGKILL", "the launcher is killed", "ランチャーがkillされる", status=KILLED),
+        Beside("fork server SIGKILL", "the fork server is killed", "フォークサーバーがkillされる", status=0),
+        Beside("fork server SIGSTOP", "the fork server is frozen", "フォークサーバーが凍結する", status=0),
+        Beside("tracker SIGKILL", "the resource tracker is killed", "リソーストラッカーがkillされる", status=0),
+        Beside("tracker SIGSTOP", "the resource tracker is frozen", "リソーストラッカーが凍結する", status=0),
+    ],
+    ("manual", "run"): [
+        Beside("launcher SIGKILL", "the launcher is killed", "ランチャーがkillされる", status=KILLED,
+               others=rf"rank 1 \(role1\) {GONE}; stopped 1 other process"),
+        Beside("launcher SIGSTOP", "the launcher is frozen", "ランチャーが凍結する", by_silence=True,
+               line=r"rank (0 \(role0\)|1 \(role1\)) .*", others=r"rank 1 \(role1\) cannot be reached: .*; stopped 1 other process"),
+        Beside("fork server SIGKILL", "the fork server is killed", "フォークサーバーがkillされる",
+               "the fork server was killed; stopped 1 other process", others="the fork server was killed; stopped 1 other process"),
+        Beside("rank 1 exit", "a rank ends with status 0", "ランクが終了ステータス0で終わる",
+               rf"rank 1 \(role1\) {BEFORE_THE_END}", others=rf"rank 1 \(role1\) {BEFORE_THE_END}; stopped 1 other process"),
+    ],
+    ("torchrun", "run"): [
+        Beside("agent SIGKILL", "torchrun is killed", "torchrunがkillされる", rf"rank \d \(role\d\) {GONE}", status=KILLED),
+        Beside("rank 1 SIGSTOP, agent SIGKILL", "a rank is frozen, torchrun killed",
+               "ランクが凍結し、torchrunがkillされる", rf"rank \d \(role\d\) {GONE}", status=KILLED),
+        Beside("agent SIGSTOP, agent SIGCONT", "torchrun is frozen, and goes on", "torchrunが凍結し、再開する", status=0),
+        Beside("watcher 0 SIGKILL", "the process beside rank 0 is killed", "ランク0の監視プロセスがkillされる",
+               rf"rank 0 \(role0\) {NOT_WATCHED} was killed"),
+        Beside("watcher 1 SIGKILL", "the process beside rank 1 is killed", "ランク1の監視プロセスがkillされる",
+               rf"rank 1 \(role1\) {NOT_WATCHED} was killed"),
+        Beside("watcher 0 SIGSTOP", "the process beside rank 0 is frozen", "ランク0の監視プロセスが凍結する",
+               rf"rank 0 \(role0\) {NOT_WATCHED} {SILENT}", by_silence=True),
+        Beside("watcher 1 SIGSTOP", "the process beside rank 1 is frozen", "ランク1の監視プロセスが凍結する",
+               rf"rank 1 \(role1\) {NOT_WATCHED} {SILENT}", by_silence=True),
+        Beside("rank 1 exit", "a rank ends with status 0", "ランクが終了ステータス0で終わる", rf"rank 1 \(role1\) {DIED}"),
+    ],
+    ("torchrun", "shutdown"): [
+        Beside("agent SIGKILL", "torchrun is killed", "torchrunがkillされる", status=KILLED),
+        Beside("watcher 0 SIGKILL", "the process beside rank 0 is killed", "ランク0の監視プロセスがkillされる", status=0),
+        Beside("watcher 1 SIGSTOP", "the process beside rank 1 is frozen", "ランク1の監視プロセスが凍結する", status=0),
+    ],
+}

@@ -102,10 +102,12 @@ def end(process, within_s=20):
 
 
 def children(pid):
-    """Process ids of the children of a process, oldest first."""
-    with contextlib.suppress(OSError):
-        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-    return []
+    """Process ids of the children of a process, oldest first; the launcher starts them in a thread."""
+    found = []
+    for of_thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, of_thread.read_text().split())
+    return sorted(found)
 
 
 def descendants(pid):

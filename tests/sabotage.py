@@ -26,6 +26,8 @@ PAUSE_S = 0.1  # before each call of what a program does again and again: the ma
 def for_ever(rank, world_size, args):
     """Run the `run_worker` of `args.lesson`, and where that is short, its operations again and again."""
     lesson = importlib.import_module(args.lesson)
+    if args.start_method == "spawn":
+        print(f"rank {rank} prints", flush=True)
     for what in args.slowed:
         replace(what, lambda honest: lambda *a, **k: (time.sleep(PAUSE_S), honest(*a, **k))[1])
     if args.raises is not None and rank == args.raises[0]:
@@ -93,7 +95,7 @@ FAULTS = {
     "SIGABRT": os.abort,
     "lock held": lambda: ctypes.PyDLL(None).sleep(1000),  # of the interpreter
     "destroyed group": dist.destroy_process_group,
-    "aborted group": lambda: dist.distributed_c10d._abort_process_group(),
+    "aborted group": lambda: dist.group.WORLD._get_backend(torch.device("cpu")).abort(),
     "sleep": lambda: time.sleep(1000),
     "loop": loop,
     "lock": wait_for_a_lock,

@@ -21,7 +21,7 @@ from common import cli
 from common.launcher import launch, start
 
 from tests import sabotage
-from tests.fault_table import OF_A_RANK
+from tests.fault_table import OF_A_RANK, OF_SEVERAL, STANDSTILL
 
 TIMEOUT_S = 4.0
 PATIENT_S = 20.0  # of those who wait for a rank that will raise, or be killed: the machine is busy
@@ -119,11 +119,11 @@ class Run:
             self.raises = [self.rank, f"{program.raises[role]}:{fault}"]
         elif fault.startswith("SIG"):
             self.signals.insert(0, (0, role, fault))
-        self.slowed, self.start_method = program.slowed(), "forkserver"
+        self.slowed = program.slowed()
 
     def expected(self):
         """Its one line, as a pattern."""
-        return line(self.rank, self.roles, self.fault, timeout_s=self.timeout_s)
+        return line(self.rank, self.roles, self.row, timeout_s=self.timeout_s)
 
     def disturb(self):
         """Start it, let the fault happen, wait for its end."""
@@ -151,16 +151,24 @@ class Run:
         self.disturbed = time.monotonic()
         for pause, role, name in self.signals:
             time.sleep(pause)
-            process = self.processes[self.roles.index(role)]
-            if self.status is None and process.is_alive():
-                os.kill(process.pid, getattr(signal, name))
+            pid = self.processes[self.roles.index(role)].pid
+            if self.status is None and alive(pid):
+                os.kill(pid, getattr(signal, name))
 
 
 def line(rank, roles, fault, stopped=None, way="local", timeout_s=TIMEOUT_S):
-    """The one line of a launcher, as a pattern; `stopped` other processes, by default all others."""
+    """The one line of a launcher, as a pattern.
+
+    Args:
+        rank, roles: who failed, of whom.
+        fault: of OF_A_RANK, or another row.
+        stopped: other processes, by default all others.
+        way: local, manual or torchrun.
+        timeout_s: of `--timeout`.
+    """
     others = len(roles) - 1 if stopped is None else stopped
     suffix = f"; stopped {others} other process{'es' if others > 1 else ''}" if others else ""
-    row = OF_A_RANK[fault]
+    row = OF_A_RANK[fault] if isinstance(fault, str) else fault
     who = r"rank \d+ \(\w+\)" if row.of_who_waits else rf"rank {rank} \({roles[rank]}\)"
     return f"error: {who} {filled(row.expected(way), rank, roles, timeout_s)}{suffix}"
 
@@ -256,6 +264,95 @@ def test_only_waiting_tells(lesson, fault, clean, tmp_path, capfd):
     ends([Run(program, tmp_path, fault, role) for role in program.raises], capfd)
 
 
+@pytest.mark.parametrize("frozen_s", [TIMEOUT_S - 0.5, TIMEOUT_S + 0.5], ids=["shorter", "longer"])
+@pytest.mark.parametrize("lesson", ["rpc_rl.main", "param_server.main", "p2p_collectives.train", "ddp_basic.elastic"])
+def test_frozen_for_a_while(lesson, frozen_s, clean, tmp_path, capfd):
+    """A rank stops for about --timeout, and goes on: it is named, or the run goes on, and is then ended by a signal."""
+    program, later = named(lesson), TIMEOUT_S + 6 - frozen_s
+    row = OF_SEVERAL[f"frozen for {'less' if frozen_s < TIMEOUT_S else 'more'} than --timeout"]
+    runs = [Run(program, tmp_path, "SIGSTOP", role, [(frozen_s, role, "SIGCONT"), (later, role, "SIGKILL")])
+            for role in program.roles.split()]
+    ends(runs, capfd, row._replace(line=rf"({row.line}|{OF_A_RANK['SIGKILL'].line})"), after_s=frozen_s + later)
+
+
+@pytest.mark.parametrize(("row", "fault", "signals"), [
+    ("raises, another is killed", "exception", [(0.05, "second", "SIGKILL")]),
+    ("killed, another is frozen", "SIGKILL", [(0.05, "second", "SIGSTOP")]),
+    ("killed, another was frozen", "none", [(0, "second", "SIGSTOP"), (0.05, "first", "SIGKILL")])])
+@pytest.mark.parametrize("lesson", ["rpc_rl.main", "param_server.batch_update", "p2p_collectives.main"])
+def test_second_failure(lesson, row, fault, signals, clean, tmp_path, capfd):
+    """While one failure is being handled, there is another one: the first is named, and nothing stays."""
+    program = named(lesson)
+    roles = {"first": [*program.raises][-1], "second": program.roles.split()[-1]}
+    if roles["first"] == roles["second"]:
+        roles["second"] = program.roles.split()[-2]
+    run = Run(program, tmp_path, fault, roles["first"], [(pause, roles[who], name) for pause, who, name in signals])
+    ends([run], capfd, OF_SEVERAL[row])
+
+
+@pytest.mark.parametrize(("lesson", "role"), [
+    ("rpc_rl.main", "agent"), ("rpc_rl.main", "observer1"), ("batch_rl.main", "observer1")])
+def test_standstill(lesson, role, clean, tmp_path, capfd):
+    """Nobody comes back from a call that has no limit: the run tells so once, and goes on until a signal ends it."""
+    wait_s = TIMEOUT_S + 8
+    run = Run(named(lesson), tmp_path, "lock", role, [(wait_s, role, "SIGKILL")], timeout_s=TIMEOUT_S)
+    err = ends([run], capfd, OF_A_RANK["SIGKILL"], after_s=wait_s)
+    notes = [text for text in err.splitlines() if text.startswith("note:")]
+    assert len(notes) == 1, err
+    assert re.fullmatch(filled(STANDSTILL.line, run.rank, run.roles), notes[0]), notes
+
+
+@pytest.mark.parametrize("lesson", [
+    "rpc_rl.main", "batch_rl.main", "ddp_rpc_hybrid.main", "param_server.main", "param_server.batch_update",
+    "rpc_rnn.main", "model_parallel_resnet.main"])
+def test_no_standstill(lesson, clean, tmp_path, capfd):
+    """Main threads that wait for a whole training are no standstill: nothing is printed until a signal ends the run."""
+    program, wait_s = named(lesson), TIMEOUT_S + 6
+    role = program.roles.split()[-1]
+    run = Run(program, tmp_path, "none", role, [(wait_s, role, "SIGKILL")], timeout_s=TIMEOUT_S)
+    assert "note:" not in ends([run], capfd, OF_A_RANK["SIGKILL"], after_s=wait_s)
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 1.0])
+def test_short_timeout(timeout_s, clean, tmp_path, capfd):
+    """A rank that waits for nobody is not silent, however slow its steps are: beats come once a second."""
+    program = named("p2p_collectives.train")
+    program = program._replace(flags=f"{program.flags} --world_size 1", roles="rank0",
+                               raises={"rank0": program.raises["rank1"]})
+    run = Run(program, tmp_path, "none", "rank0", [(4.0, "rank0", "SIGKILL")], timeout_s=timeout_s)
+    ends([run], capfd, OF_A_RANK["SIGKILL"], after_s=4.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_spawn(program, clean, tmp_path, capfd):
+    """Ranks that `mp.spawn` starts: each prints; one run is interrupted, in another one a rank fails."""
+    program, roles = program._replace(flags=f"{program.flags} --start_method spawn"), program.roles.split()
+    folder = tmp_path / "interrupted"
+    pid = launcher(program, folder, PATIENT_S)
+    pids = [int(pid) for pid in wait_for(folder / "pids").split()]
+    ends([Run(program, tmp_path, "exception", [*program.raises][-1])], capfd)
+    deadline = time.monotonic() + 40
+    while not all(f"rank {rank} prints" in (folder / "out").read_text() for rank in range(len(roles))):
+        assert time.monotonic() < deadline, (folder / "err").read_text()
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGINT)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert (folder / "err").read_text() == f"\ninterrupted; stopped {len(roles)} processes\n"
+    assert status == 130
+    gone(pids)
+
+
+@pytest.mark.slow
+def test_spawn_to_the_end(tmp_path, capfd):
+    """A whole run, whose rank 0 prints as it trains."""
+    importlib.import_module("p2p_collectives.train").main(
+        ["--epochs", "1", "--start_method", "spawn", "--output_dir", str(tmp_path)])
+    out, err = capfd.readouterr()
+    assert "epoch 1" in out
+    assert err == ""
+
+
 def named(lesson):
     """The program of a lesson."""
     return next(program for program in PROGRAMS if program.lesson == lesson)
@@ -274,17 +371,30 @@ def complete(runs):
     assert [run.roles[run.rank] for run in hanging] == []
 
 
-def ends(runs, capfd):
-    """Every run ends everywhere, in time, and names the role at fault and no other, once; what else was printed."""
+def ends(runs, capfd, row=None, after_s=0):
+    """Every run ends everywhere, in time, and names the role at fault and no other, once.
+
+    Args:
+        runs: all at the same time.
+        capfd: of pytest.
+        row: of tests/fault_table.py; by default that of each run's fault.
+        after_s: seconds until the last signal.
+
+    Returns:
+        What was printed to stderr.
+    """
+    for run in runs:
+        run.row = row or run.row
     complete(runs)
     err = capfd.readouterr().err
     errors = [text for text in err.splitlines() if text.startswith("error:")]
     patterns = [run.expected() for run in runs]
     for run, expected in zip(runs, patterns, strict=True):
         assert run.status == 1, (run.roles[run.rank], err)
-        assert run.seconds < run.row.within_s(run.timeout_s), (run.fault, run.seconds)
+        assert run.seconds < run.row.within_s(run.timeout_s) + after_s, (run.fault, run.seconds)
         found = sum(bool(re.fullmatch(expected, text)) for text in errors)
-        assert found == patterns.count(expected), (expected, errors, err[-5000:])
+        # A line of those who wait names all others, and so matches several patterns.
+        assert found == patterns.count(expected) or (run.row.of_who_waits and found), (expected, errors)
         assert not any(process.is_alive() for process in run.processes.values())
     assert len(errors) == len(runs), err
     # The cause's traceback, and no other.
@@ -310,7 +420,7 @@ def test_slow_role(lesson, role, function, words, clean, tmp_path, capfd):
     assert err.splitlines()[-1].startswith(f"error: rank 0 ({program.roles.split()[0]}) raised TimeoutError; stopped ")
 
 
-def launcher(program, folder):
+def launcher(program, folder, timeout_s=TIMEOUT_S):
     """Fork a launcher of this program, with its own session and output files; its process id."""
     folder.mkdir()
     pid = os.fork()
@@ -326,7 +436,7 @@ def launcher(program, folder):
     run.folder, status = folder, 0
     run.started = lambda processes: (folder / "pids").write_text(" ".join(str(p.pid) for p in processes.values()))
     try:
-        importlib.import_module(program.lesson).main(program.command(folder))
+        importlib.import_module(program.lesson).main(program.command(folder, timeout_s))
     except SystemExit as stop:
         status = stop.code
     except BaseException:
@@ -351,8 +461,13 @@ def test_fault_of_the_launcher(program, clean, tmp_path):
         assert status == signals[name], err
         expected = "" if name == "SIGKILL" else f"\ninterrupted; stopped {len(pids[name])} processes\n"
         assert err == expected
+    gone([pid for of_launcher in pids.values() for pid in of_launcher])
+
+
+def gone(pids):
+    """Assert that none of these processes runs, in 10 s at the latest."""
     deadline = time.monotonic() + 10
-    while left := [pid for of_launcher in pids.values() for pid in of_launcher if alive(pid)]:
+    while left := [pid for pid in pids if alive(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 

@@ -7,11 +7,15 @@ import contextlib
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.fault_table import KILLED, OF_A_LAUNCHER
 from tests.helpers import (
     ROOT,
     children,
@@ -129,3 +133,127 @@ def test_interrupted_while_starting(children, method, tmp_path):
         assert run.returncode == 130, err
         assert re.fullmatch(r"\ninterrupted; stopped (0|3) processes\n", err)
         nothing_left(run, tmp_path)
+
+
+# --- processes that are no ranks: the rows of OF_A_LAUNCHER
+
+PHASES_TIMEOUT_S = 5.0
+
+
+def in_a_phase(way, phase, folder, port):
+    """The commands of a run of tests/phases.py."""
+    flags = ["--phase", phase, "--timeout", PHASES_TIMEOUT_S]
+    if way == "torchrun":
+        return [torchrun(2, "tests/phases.py", *flags)]
+    if way == "local":
+        return [script("tests/phases.py", *flags)]
+    return [script("tests/phases.py", *flags, "--world_size", 2, "--rank", rank, "--master_addr", "localhost",
+                   "--master_port", port) for rank in (1, 0)]  # what happens, happens in the first one
+
+
+def pid_in(path):
+    """The process id that tests/phases.py has written to a file."""
+    return int(wait_for(path))
+
+
+def pid_of(who, run, folder, phase):
+    """The process id of "launcher", "rank 1", "watcher 1"... of a run that is in this phase."""
+    name, _, rank = who.rpartition(" ") if who[-1].isdigit() else (who, "", "1")
+    if name in ("launcher", "agent"):
+        return run.pid
+    if name == "tracker":
+        return next(pid for pid in children(run.pid) if "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text())
+    if name == "fork server" and phase == "import":
+        return pid_in(folder / "import.in")
+    if name == "fork server":
+        return next(pid for pid in children(run.pid) if "forkserver" in "".join(
+            Path(f"/proc/{pid}/{file}").read_text() for file in ("cmdline", "comm")))
+    of_rank = pid_in(folder / f"{phase}{rank}.in")
+    return of_rank if name == "rank" else children(of_rank)[0]
+
+
+@pytest.mark.parametrize(("way", "phase"), OF_A_LAUNCHER, ids=lambda value: value)
+def test_fault_beside_the_ranks(way, phase, tmp_path):
+    """Whatever is killed or frozen: the run ends, and one line names it, or it goes on; nothing is left."""
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for number, row in enumerate(OF_A_LAUNCHER[way, phase]):
+            (folder := tmp_path / f"{number} {row.deeds}").mkdir()
+            runs.append((row, folder, [stack.enter_context(running(command, folder))
+                                       for command in in_a_phase(way, phase, folder, _free_port())]))
+        for _, folder, _ in runs:
+            ranks = ["0", "1"] if phase == "run" or way == "torchrun" else [""]
+            for rank in ranks:
+                wait_for(folder / f"{phase}{rank}.in")
+        time.sleep(1.5)  # some beats
+        began = time.monotonic()
+        later = []
+        for row, folder, (run, *_) in runs:
+            for deed in row.deeds.split(", "):
+                who, _, what = deed.rpartition(" ")
+                if what == "exit":
+                    (folder / f"exit{who[-1]}").touch()
+                elif what == "SIGCONT":
+                    later.append((run.pid, folder))
+                else:
+                    os.kill(pid_of(who, run, folder, phase), getattr(signal, what))
+            if row.status == 0 and "SIGCONT" not in row.deeds:
+                (folder / "go").touch()
+        problems = []
+        for row, folder, of_row in runs:
+            if "SIGCONT" in row.deeds:
+                continue
+            problems += outcome(row, folder, of_row, began)
+        time.sleep(max(0.0, began + PHASES_TIMEOUT_S + 2 - time.monotonic()))
+        began = time.monotonic()
+        for pid, folder in later:
+            os.kill(pid, signal.SIGCONT)
+            (folder / "go").touch()
+        for row, folder, of_row in runs:
+            if "SIGCONT" in row.deeds:
+                problems += outcome(row, folder, of_row, began)
+        assert problems == []
+
+
+def outcome(row, folder, runs, began):
+    """What is wrong with the end of a run, in words."""
+    problems = []
+    try:
+        for number, run in enumerate(runs):
+            frozen = number == 0 and len(runs) > 1 and row.deeds == "launcher SIGSTOP"
+            if frozen:  # after the others have given up
+                continue
+            ended = run.communicate(timeout=max(0.1, began + row.within_s(PHASES_TIMEOUT_S) - time.monotonic()))
+            problems += wrong(row, number, run, *ended)
+        for run in runs[:1]:
+            if row.deeds == "launcher SIGSTOP" and len(runs) > 1:
+                os.kill(run.pid, signal.SIGCONT)
+                problems += wrong(row, 0, run, *run.communicate(timeout=10))
+        nothing_left(runs[0], folder, *runs[1:])
+    except subprocess.TimeoutExpired:
+        problems.append("no end")
+    except AssertionError as error:
+        problems.append(str(error).splitlines()[0])
+    return [f"{row.deeds}: {problem}" for problem in problems]
+
+
+def wrong(row, number, run, out, err):
+    """The same for one terminal."""
+    line, status = (row.line, row.status) if number == 0 else (row.others, 1)
+    err = re.sub(r"(?s)^\n?\*{20,}\n.*?\*{20,} ?\n", "", re.sub(r"(?m)^[WE]\d{4} .*\n", "", err))  # of torchrun, on threads
+    errors = [text for text in err.splitlines() if text.startswith("error:")]
+    as_expected = re.fullmatch(f"error: {line}", errors[0]) if line and len(errors) == 1 else not (line or errors)
+    problems = [] if as_expected else [f"printed {err[-1500:]!r}"]
+    if status == 130:
+        problems += [] if re.fullmatch(r"\ninterrupted; stopped [02] processes\n", err) else [f"printed {err[-500:]!r}"]
+    elif status in (0, KILLED) and not line and err:
+        problems.append(f"printed {err[-1500:]!r}")
+    if status == 0 and "sum 1" not in out:
+        problems.append(f"no result: {out!r}")
+    return problems + ([f"status {run.returncode}"] if run.returncode != status else [])
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.two_machines import ip, two_machines, why_not
-from tests.helpers import nothing_left, running, script, torchrun
+from benchmarks.two_machines import Weather, ip, two_machines, why_not
+from tests.helpers import descendants, nothing_left, running, script, torchrun
 
 TIMEOUT_S = 8
 
@@ -57,7 +58,7 @@ RPC = ["rpc_rl/main.py", "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "param_se
 def on_machines(machines, path, way, port, *flags):
     """The commands of one run: with torchrun one on each machine, else one for each rank."""
     ranks, more = PROGRAMS[path]
-    flags = [*more.split(), *flags]
+    flags = [*(more.split() if not flags else []), *flags]
     if way == "torchrun":
         return [["ip", "netns", "exec", name, *torchrun(count, path, *flags, "--output_dir", f"out{node}", options=[
                  "--nnodes", len(ranks), "--node_rank", node, "--master_addr", machines.addresses[0],
@@ -153,3 +154,130 @@ def test_a_long_cable(tmp_path):
     left = ip("netns", "list").stdout
     assert here.name not in left
     assert there.name not in left
+
+
+# --- bad cables
+
+FOR_EVER = {"rpc_rl.main": "--max_episodes 100000 --reward_threshold 499 --log_interval 1",
+            "p2p_collectives.train": "--epochs 100000"}
+SLOWED = {"rpc_rl.main": "rpc_rl.main:Agent.finish_episode", "p2p_collectives.train": "p2p_collectives.train:average_gradients"}
+ROLES = {"rpc_rl.main": ["agent", "observer1"], "p2p_collectives.train": ["rank0", "rank1"]}
+
+
+@pytest.fixture(scope="module")
+def far():
+    """Two machines with a long cable, and its weather."""
+    if reason := why_not(round_trip_s=0.001):
+        pytest.skip(reason)
+    weather = Weather()
+    with two_machines(0.001, weather) as both:
+        names, addresses = zip(*both, strict=True)
+        yield SimpleNamespace(names=names, addresses=addresses, weather=weather)
+
+
+@pytest.fixture
+def weather(far):
+    """Fair at the beginning and at the end."""
+    yield far.weather
+    far.weather.lost, far.weather.held_until = [0.0, 0.0], 0.0
+
+
+def slowed(machines, lesson, way, port, timeout_s, what="-"):
+    """The commands of a run that never ends, one on each machine, in which rank 1 does `what`."""
+    flags = [lesson, 1, what, SLOWED[lesson], *FOR_EVER[lesson].split(), "--timeout", timeout_s]
+    of = [["ip", "netns", "exec", name] for name in machines.names]
+    if way == "torchrun":
+        return [[*there, *torchrun(1, "tests/sabotage.py", *flags, "--output_dir", f"out{node}", options=[
+                 "--nnodes", 2, "--node_rank", node, "--master_addr", machines.addresses[0], "--master_port", port])]
+                for node, there in enumerate(of)]
+    return [[*there, *script("tests/sabotage.py", *flags, "--world_size", 2, "--rank", rank, "--output_dir", f"out{rank}",
+                             "--master_addr", machines.addresses[0], "--master_port", port)]
+            for rank, there in enumerate(of)]
+
+
+def errors_of(err):
+    return [line for line in err.splitlines() if line.startswith("error:")]
+
+
+@pytest.mark.parametrize(("lesson", "way"), [("p2p_collectives.train", "manual"), ("rpc_rl.main", "torchrun")])
+def test_a_bad_cable_is_survived(lesson, way, far, weather, port, tmp_path):
+    """5% of the packets lost, nothing for 4 s, a cut for 3 s: all shorter than --timeout."""
+    commands = slowed(far, lesson, way, port, timeout_s=60)
+    with running(commands[1], tmp_path) as there, running(commands[0], tmp_path, until="epi|epo") as here:
+        def goes_on(lines):
+            for _ in range(lines):
+                assert here.stdout.readline(), here.stderr.read()
+
+        weather.lost = [0.05, 0.05]
+        goes_on(2)
+        weather.held_until = time.monotonic() + 4
+        time.sleep(4)
+        goes_on(2)
+        weather.lost = [1.0, 1.0]
+        time.sleep(3)
+        weather.lost = [0.0, 0.0]
+        goes_on(2)
+        weather.lost = [0.3, 0.3]  # TCP needs seconds for a packet; nobody is taken for dead
+        time.sleep(4)
+        assert here.poll() is None, here.stderr.read()
+        assert there.poll() is None, there.stderr.read()
+        weather.lost = [0.0, 0.0]
+        here.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        _, err = here.communicate(timeout=20)
+        _, err_there = there.communicate(timeout=20)
+        assert time.monotonic() - began < 15
+        role = ROLES[lesson][0]
+        if way == "manual":
+            assert err == "\ninterrupted; stopped 1 process\n"
+            assert errors_of(err_there) == [f"error: rank 0 ({role}) was interrupted; stopped 1 other process"]
+        else:
+            assert errors_of(err_there) == [f"error: rank 0 ({role}) was stopped"], err_there
+        nothing_left(here, tmp_path, there)
+
+
+@pytest.mark.parametrize(("lesson", "way", "lost"), [
+    ("p2p_collectives.train", "manual", (1.0, 0.0)), ("rpc_rl.main", "manual", (0.0, 1.0)),
+    ("rpc_rl.main", "torchrun", (1.0, 0.0))])
+def test_a_cable_that_carries_one_way(lesson, way, lost, far, weather, port, tmp_path):
+    """Both machines end in time, each with one line that names the other one's rank."""
+    commands = slowed(far, lesson, way, port, TIMEOUT_S)
+    with running(commands[1], tmp_path) as there, running(commands[0], tmp_path, until="epi|epo") as here:
+        time.sleep(1.5)
+        weather.lost = list(lost)
+        cut = time.monotonic()
+        ended = [run.communicate(timeout=TIMEOUT_S + 30) for run in (here, there)]
+        assert time.monotonic() - cut < TIMEOUT_S + 10
+        for run, (_, err), other in zip((here, there), ended, (1, 0), strict=True):
+            assert run.returncode == 1
+            errors = errors_of(err)
+            assert len(errors) == 1, err
+            assert re.match(rf"error: rank {other} \({ROLES[lesson][other]}\) cannot be reached: ", errors[0]), err
+        nothing_left(here, tmp_path, there)
+
+
+def test_a_launcher_killed_on_the_other_machine(machines, port, tmp_path):
+    """Its rank ends in silence; on this machine the line names it."""
+    commands = slowed(machines, "p2p_collectives.train", "manual", port, 60)
+    with running(commands[1], tmp_path) as there, running(commands[0], tmp_path, until="epo") as here:
+        started = descendants(there.pid)
+        there.kill()
+        began = time.monotonic()
+        _, err = here.communicate(timeout=20)
+        assert time.monotonic() - began < 10
+        assert errors_of(err) == ["error: rank 1 (rank1) ended: its launcher is gone; stopped 1 other process"], err
+        assert here.returncode == 1
+        assert started
+        nothing_left(here, tmp_path, there)
+
+
+def test_a_long_traceback_between_machines(machines, port, tmp_path):
+    """3 MB: it arrives whole, and the rank that raised is named in both terminals."""
+    commands = slowed(machines, "p2p_collectives.train", "manual", port, 60, what="p2p_collectives.train:average_gradients:long traceback")
+    with running(commands[1], tmp_path) as there, running(commands[0], tmp_path) as here:
+        ended = [run.communicate(timeout=60) for run in (here, there)]
+        for run, (_, err), others in zip((here, there), ended, ("; stopped 1 other process", ""), strict=True):
+            assert run.returncode == 1
+            assert errors_of(err) == [f"error: rank 1 (rank1) raised ValueError{others}"], err[-1000:]
+            assert "ValueError: xxx" in err
+        nothing_left(here, tmp_path, there)

@@ -273,6 +273,8 @@ def _rank_of_torchrun(waiting, args, env, stdout, stderr, start_new_session):
 
 
 if __name__ == "__main__":
+    # As in a CPU build: what is frozen below is not taken apart, and triton would print that as leaks.
+    sys.modules["triton"] = None
     for module in PRELOAD:
         __import__(module)
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler

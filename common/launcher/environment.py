@@ -20,7 +20,8 @@ MAIN_PATH = "DISTRIBUTED_TUTORIALS_MAIN"
 ERROR = 2  # of TORCH_CPP_LOG_LEVEL
 
 
-def enter(rank, world_size, local_rank, local_world_size, init_method, master_addr, together):
+def enter(rank, world_size, local_rank, local_world_size, init_method, master_addr, together,
+          cores):
     """Bring this process into the state that every worker is in, whoever started it.
 
     Args:
@@ -29,6 +30,7 @@ def enter(rank, world_size, local_rank, local_world_size, init_method, master_ad
         init_method: where the processes meet, for `common.session`.
         master_addr: the machine of rank 0, if there are several machines.
         together: whether one command has started all ranks.
+        cores: how many this machine has for them (joblib's `cpu_count`: not all in a container).
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "INIT_METHOD")
     values = (rank, world_size, local_rank, local_world_size, init_method)
@@ -44,9 +46,6 @@ def enter(rank, world_size, local_rank, local_world_size, init_method, master_ad
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         if interface is not None:
             os.environ.setdefault(name, interface)
-    import joblib  # here: it takes a tenth of a second, and the fork server has it already
-
-    cores = joblib.cpu_count()
     if transports := rpc_transports(local_world_size, cores, together):
         os.environ.setdefault("RPC_TRANSPORTS", transports)
     # Every process would take all cores otherwise: the largest single cost of RPC examples on small
@@ -105,7 +104,7 @@ def quiet():
     if getattr(warnings.showwarning, "func", None) is not _show_unless_known:
         warnings.showwarning = functools.partial(_show_unless_known, warnings.showwarning)
         logging.getLogger("torch.distributed.optim.optimizer").addFilter(
-            lambda record: "without TorchScript support" not in record.getMessage())
+            lambda record: not record.getMessage().startswith("Creating the optimizer"))
     quiet_cpp()
 
 

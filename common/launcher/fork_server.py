@@ -8,10 +8,11 @@ import shutil
 import signal
 import time
 import warnings
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 
 from common.launcher.environment import MAIN_PATH, quiet, wake_with_parent
+from common.launcher.worker import exit_now
 
 # The launcher has blocked these for the start. From here on the workers, which inherit this, end by
 # them in silence.
@@ -29,6 +30,10 @@ warnings.filterwarnings("ignore", message="This process .* is multi-threaded, us
 # copy its pages.
 gc.collect()
 gc.freeze()
+# At its end Python does not collect what is frozen, and C++ that counts its objects then, as triton
+# in a CUDA build does, would print that they are leaked. So the server ends as its workers do; this
+# comes last, for multiprocessing's own exit function was registered before anybody else's.
+util.Finalize(None, exit_now, args=(0,), exitpriority=-1000)
 
 
 @atexit.register

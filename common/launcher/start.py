@@ -23,7 +23,7 @@ from multiprocessing import (
 import psutil
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common.launcher import channel, environment, network, torchrun, watch, worker
+from common.launcher import channel, environment, network, watch, worker
 from common.limits import refuse
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -32,7 +32,7 @@ IMPORT_S = 8.0  # a tight --timeout is not for the seconds in which another term
 LONGEST_TEMPDIR = 70  # bytes: the name of a Unix socket has 107, of which 32 come after the folder
 # What every worker imports, the last one when it makes its first optimizer. The fork server does so
 # once for all.
-PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo", "joblib"]
+PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo"]
 
 
 def launch(run_worker, args, role_name):
@@ -55,7 +55,10 @@ def launch(run_worker, args, role_name):
     """
     started = time.perf_counter()
     names = [role_name(rank, args.world_size) for rank in range(args.world_size)]
-    run = torchrun.be_one_rank if dist.is_torchelastic_launched() else _start_and_watch
+    if dist.is_torchelastic_launched():
+        from common.launcher.torchrun import be_one_rank as run
+    else:
+        run = _start_and_watch
     result = run(run_worker, args, names)
     return None if result is None else {**result, "wall_s": time.perf_counter() - started}
 
@@ -190,7 +193,6 @@ class Processes:
             KeyboardInterrupt: if `interruption` comes first.
         """
         forked = self.args.start_method == "forkserver"
-        job = (run_worker, self.args, ranks, init_method, Inherited() if forked else None)
         ready, tell = os.pipe()
         outcome, before = [], set(multiprocessing.active_children())
 
@@ -202,6 +204,10 @@ class Processes:
             try:
                 if forked:
                     start_fork_server(run_worker)
+                import joblib  # here, while the fork server imports torch
+
+                job = (run_worker, self.args, ranks, init_method, joblib.cpu_count(),
+                       Inherited() if forked else None)
                 outcome.append(mp.start_processes(run_rank, job, len(ranks), join=False,
                                                   start_method=self.args.start_method))
             except BaseException as error:
@@ -338,7 +344,7 @@ class Inherited:
         os.environ.update(self.environ)
 
 
-def run_rank(index, run_worker, args, ranks, init_method, inherited):
+def run_rank(index, run_worker, args, ranks, init_method, cores, inherited):
     """Be a started process: run `run_worker`, then write its result or failure into the store."""
     if inherited is not None:
         inherited.take()
@@ -358,7 +364,7 @@ def run_rank(index, run_worker, args, ranks, init_method, inherited):
     worker.report_exits_in_calls(heartbeat)
     try:
         environment.enter(ranks[index], args.world_size, *_place(index, args, ranks), init_method,
-                          args.master_addr, together=args.rank is None)
+                          args.master_addr, together=args.rank is None, cores=cores)
         environment.reproducible(args)
         result = run_worker(ranks[index], args.world_size, args)
         pieces = 0 if result is None else channel.write_result(store, ranks[index], result)

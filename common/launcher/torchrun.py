@@ -17,6 +17,7 @@ import warnings
 from datetime import timedelta
 from multiprocessing import connection
 
+import joblib
 import torch.distributed as dist
 from common.launcher import channel, environment, network, watch, worker
 from common.launcher.channel import BEAT_S
@@ -31,7 +32,7 @@ def be_one_rank(run_worker, args, names):
     me, local_rank, local_world_size = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     environment.enter(me, args.world_size, local_rank, local_world_size, "env://",
-                      os.environ["MASTER_ADDR"], together=False)
+                      os.environ["MASTER_ADDR"], together=False, cores=joblib.cpu_count())
     environment.wake_with_parent()
     environment.reproducible(args)
     neighbours = range(me - local_rank, me - local_rank + local_world_size)

@@ -12,6 +12,7 @@ A rank may compute for as long as it likes: its beats come from a thread of its 
 call that holds Python's interpreter lock for longer than `--timeout` would be mistaken for silence.
 """
 
+import contextlib
 import json
 import linecache
 import sys
@@ -225,9 +226,9 @@ class Decider:
 
     def with_the_others(self, blamed):
         """Return the failure of a rank that only waits, with where those are that did not come."""
-        waiting = {failure.rank for failure in self.failures.values()}
         others = [rank for rank in self.ranks
-                  if rank not in waiting and not self.status(rank).get("left")]
+                  if rank != blamed.rank and not self.status(rank).get("left")]
+        others.sort(key=lambda rank: bool(self.status(rank).get("failure")))  # who has one, waited
         return blamed._replace(what="; ".join([blamed.what, *map(self.place, others[:3])]))
 
     def place(self, rank):
@@ -274,6 +275,8 @@ class Follower:
 
     def __init__(self, board, rank, timeout):
         self.board, self.rank, self.timeout = board, rank, timeout
+        with contextlib.suppress(LostError):
+            board.exchange()  # from now on, this rank has joined
 
     def watch(self, here, interruption=None):
         """Wait until all is over; see `Decider.watch`."""
@@ -307,10 +310,8 @@ class Follower:
     def close(self, verdict):
         """Write that this launcher has ended, and why if it was its own rank."""
         own = verdict if verdict is not None and verdict.rank == self.rank else None
-        try:
+        with contextlib.suppress(LostError):
             self.board.exchange(failure=own, left=True)
-        except LostError:
-            return
 
 
 def wait(sentinels, interruption):

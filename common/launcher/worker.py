@@ -27,6 +27,7 @@ NOTICED = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Tt]imed ?out|timeout|tensorpipe|gloo|NCCL|RPCErr|"
     r"Broken pipe|\beof\b|failed to connect|rendezvous|Socket|store")
 WAITED = re.compile(r"[Tt]imed ?out|timeout")
+PLACE = re.compile(r'File "(.+?)", line (\d+)')  # in a traceback
 
 
 class Heartbeat(threading.Thread):
@@ -84,10 +85,14 @@ def innermost(frames):
         frames: as of `traceback.walk_stack`, the innermost first.
     """
     for frame, line in frames:
-        path = frame.f_code.co_filename
-        if path.startswith(str(ROOT)) and not path.startswith(OWN) and "site-packages" not in path:
-            return f"{Path(path).relative_to(ROOT)}:{line}"
+        if is_ours(frame.f_code.co_filename):
+            return f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{line}"
     return None
+
+
+def is_ours(path):
+    """Return whether a file is one of this repository's, and none of the launcher's."""
+    return path.startswith(f"{ROOT}/") and not path.startswith(OWN) and "site-packages" not in path
 
 
 def position():
@@ -187,9 +192,13 @@ def failure_of(rank, error, timeout):
         return watch.Failure(rank, message.rstrip(")").strip("\"'") if origin else message)
     if not isinstance(error, (RuntimeError, OSError)) or not NOTICED.search(message):
         return watch.Failure(rank, f"raised {kind}", traceback=told)
-    if isinstance(error, RuntimeError) and WAITED.search(message) and not origin:
-        place = watch.described(innermost(reversed([*traceback.walk_tb(error.__traceback__)])))
-        return watch.Failure(rank, f"has waited for {timeout:g} s{place}", watch.WAITED, told)
+    if kind != "TimeoutError" and WAITED.search(message):
+        at = innermost(reversed([*traceback.walk_tb(error.__traceback__)]))
+        if origin:  # the traceback from there
+            lines = [f"{path}:{line}" for path, line in PLACE.findall(str(error)) if is_ours(path)]
+            at = lines[-1].removeprefix(f"{ROOT}/") if lines else None
+        return watch.Failure(rank, f"has waited for {timeout:g} s{watch.described(at)}",
+                             watch.WAITED, told)
     return watch.Failure(rank, f"raised {kind}", watch.NOTICED, told)
 
 
