@@ -63,15 +63,16 @@ def run(command, folder, cold=False, env=None, **options):
 
 
 @contextlib.contextmanager
-def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cold=False):
+def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cold=False, env=()):
     """Start a command in a session of its own, wait until a line of its output matches `until`, and yield it.
 
-    Its temporary files go to `folder/tmp`, so that a test can see whether any is left. For `cold` see `run`.
+    Its temporary files go to `folder/tmp`, so that a test can see whether any is left. For `cold` see `run`; `env` is
+    added to the environment.
     """
     (folder / "tmp").mkdir(exist_ok=True)
     process = _start(cold)(
         command, cwd=folder, stdout=stdout, stderr=stderr, text=True, start_new_session=True,
-        env=_environment(cold, {**os.environ, "TMPDIR": str(folder / "tmp")}),
+        env=_environment(cold, {**os.environ, "TMPDIR": str(folder / "tmp"), **dict(env)}),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
     )  # fmt: skip
     try:

@@ -93,3 +93,21 @@ def test_not_saved_is_said_in_words(tmp_path):
     with pytest.raises(checkpoint.NotSavedError) as error:
         checkpoint.save(Args, {"epochs": 1})
     assert str(error.value) == f"could not write {Args.checkpoint}: No such file or directory"
+
+
+@pytest.mark.parametrize(("lesson", "state"), [
+    ("param_server", {"epochs": "3"}), ("param_server", {"epochs": None}), ("p2p_collectives", {"epochs": 1.5}),
+    ("p2p_collectives", {"epochs": -1}), ("p2p_collectives", {"epochs": True}), ("ddp_basic", {"history": None}),
+    ("rpc_rl", {"history": {"episodes": "3"}}),
+], ids=str)
+def test_a_counter_that_counts_nothing(lesson, state, tmp_path, capsys):
+    """One line, status 2, and the file stays."""
+    class Args:
+        example, checkpoint, checkpoint_rank, resume, rank = lesson, tmp_path / "run.pt", 0, True, None
+
+    torch.save({"example": lesson, **state}, Args.checkpoint)
+    with pytest.raises(SystemExit) as stop:
+        checkpoint.inspect(Args, needs=tuple(state))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: --checkpoint {checkpoint.shortened(Args.checkpoint)} is not a whole checkpoint of {lesson}; give another file\n")

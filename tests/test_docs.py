@@ -62,7 +62,7 @@ TRANSLATED = [readme for readme in READMES if readme.with_name(f"{readme.stem}.j
 def test_both_languages_say_the_same(page):
     """The same levels of headings, commands, markers, tests and pictures, each in its language."""
     english, japanese = (ROOT / page).read_text(), (ROOT / page).with_name(f"{page.stem}.ja.md").read_text()
-    for what in (r"^(#+) ", r"^\$?(python .*|torchrun .*)$", r"<!-- (?:=|map) ([^>]*?) -->", r"`(test_\w+)`",
+    for what in (r"^(#+) ", r"^\$?(python .*|torchrun .*)$", r"<!-- (?:=|map|table) ([^>]*?) -->", r"`(test_\w+)`",
                  r"\]\(([^)]*?)(?:\.ja)?\.png\)"):
         pairs = [sorted(re.findall(what, text, re.MULTILINE)) for text in (english, japanese)]
         assert pairs[0] == pairs[1], what

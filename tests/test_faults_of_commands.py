@@ -43,13 +43,14 @@ RL, TRAIN = PROGRAMS[0], next(program for program in PROGRAMS if program.lesson 
 
 @pytest.mark.parametrize(("program", "fault", "rank"), [
     (RL, "SIGKILL", 0), (RL, "SIGKILL", 1), (RL, "SIGSTOP", 0), (RL, "SIGSTOP", 1), (RL, "exception", 1),
-    (TRAIN, "SIGSTOP", 1), (TRAIN, "exception", 1),
+    (TRAIN, "SIGSTOP", 1), (TRAIN, "exception", 1), (TRAIN, "SIGSEGV", 0), (TRAIN, "sys.exit(0)", 1),
 ], ids=str)
 @pytest.mark.parametrize("way", ["manual", "torchrun"])
 def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_port):
     """Every launcher ends, in time, and says who failed; under torchrun, so does the process beside the rank."""
     roles = program.roles.split()
-    what = program.raises[roles[1]] if fault == "exception" else "-"
+    by_itself = fault in ("exception", "sys.exit(0)")
+    what = f"{program.raises[roles[1]]}:{fault}" if by_itself else "-"
     if way == "manual":
         commands = terminals(program, what, free_port, range(len(roles)))
     else:
@@ -57,7 +58,7 @@ def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_po
         commands = [torchrun(len(roles), "tests/sabotage.py", *flags, "--output_dir", "out")]
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(running(command, tmp_path)) for command in commands]
-        if fault == "exception":
+        if by_itself:
             wait_for(tmp_path / ("out1" if way == "manual" else "out") / "moment")
         else:
             of_ranks = runs if way == "manual" else runs * len(roles)
@@ -68,7 +69,7 @@ def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_po
         assert time.monotonic() - began < (MANUAL_TIMEOUT_S if fault == "SIGSTOP" else 0) + 10
         for rank_of_run, (run, (_, err)) in enumerate(zip(runs, ended, strict=True)):
             expected = line(rank, roles, fault, stopped=int(way == "manual" and rank_of_run != rank))
-            if way == "torchrun" and fault == "SIGKILL":
+            if way == "torchrun" and fault in ("SIGKILL", "SIGSEGV"):
                 expected = rf"error: rank {rank} \({roles[rank]}\) died; torchrun shows how"
             errors = [text for text in err.splitlines() if text.startswith("error:")]
             assert len(errors) == 1, err
@@ -197,7 +198,7 @@ def test_fault_beside_the_ranks(way, phase, tmp_path):
                     later.append((run.pid, folder))
                 else:
                     os.kill(pid_of(who, run, folder, phase), getattr(signal, what))
-            if row.status == 0 and "SIGCONT" not in row.deeds:
+            if (row.status == 0 or phase == "import") and "SIGCONT" not in row.deeds:
                 (folder / "go").touch()
         problems = []
         for row, folder, of_row in runs:
@@ -240,7 +241,9 @@ def outcome(row, folder, runs, began):
 def wrong(row, number, run, out, err):
     """The same for one terminal."""
     line, status = (row.line, row.status) if number == 0 else (row.others, 1)
-    err = re.sub(r"(?s)^\n?\*{20,}\n.*?\*{20,} ?\n", "", re.sub(r"(?m)^[WE]\d{4} .*\n", "", err))  # of torchrun, on threads
+    err = re.sub(r"(?s)^\n?\*{20,}\n.*?\*{20,} ?\n", "", re.sub(r"(?m)^[WE]\d{4} .*\n", "", err))  # of torchrun
+    if "tracker" in row.deeds:  # Python's own
+        err = re.sub(r".*resource_tracker: process died unexpectedly, relaunching.*\n(  warnings.warn.*\n)?", "", err)
     errors = [text for text in err.splitlines() if text.startswith("error:")]
     as_expected = re.fullmatch(f"error: {line}", errors[0]) if line and len(errors) == 1 else not (line or errors)
     problems = [] if as_expected else [f"printed {err[-1500:]!r}"]
@@ -257,3 +260,165 @@ def _free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+# --- strangers
+
+GARBAGE = [b"\x00" * 1000, os.urandom(100_000), b"[" * 60_000 + b"\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+           bytes.fromhex("16030100c8010000c40303") + bytes(200), b'{"rank": 1, "failure": [1, "x", 0, ""]}\n', b"\xff" * 16]
+
+
+def ports(pids):
+    """On which ports of IPv4 these processes listen."""
+    inodes = {os.readlink(entry) for pid in pids for entry in Path(f"/proc/{pid}/fd").iterdir()
+              if entry.is_symlink() and not entry.name.startswith("x")}
+    rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    return sorted({int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes})
+
+
+@pytest.mark.parametrize("way", ["local", "manual", "torchrun"])
+def test_strangers(way, tmp_path, free_port):
+    """Whatever comes to a port that we open, the run goes on to its end and prints nothing of it."""
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(running(command, tmp_path)) for command in in_a_phase(way, "run", tmp_path, free_port)]
+        for rank in "01":
+            wait_for(tmp_path / f"run{rank}.in")
+        pids = [pid for run in runs for pid in (run.pid, *descendants(run.pid))]
+        assert (found := ports(pids))
+        slow = []
+        for port in found:
+            for words in GARBAGE:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+                    stranger.settimeout(0.2)
+                    stranger.sendall(words)
+                    stranger.recv(100)
+            for _ in range(200):  # many, of which each has said one byte, and never says another
+                slow.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)))
+                slow[-1].sendall(b"\x01")
+        time.sleep(PHASES_TIMEOUT_S + 1)
+        (tmp_path / "go").touch()
+        for run in runs:
+            out, err = run.communicate(timeout=20)
+            err = re.sub(r"(?s)^\n?\*{20,}\n.*?\*{20,} ?\n", "", re.sub(r"(?m)^[WE]\d{4} .*\n", "", err))  # of torchrun
+            assert (run.returncode, err) == (0, "")
+            assert ("sum 1" in out) == (run is runs[-1])
+        nothing_left(runs[0], tmp_path, *runs[1:])
+
+
+# --- surroundings
+
+ODD = {"a number sign": b"a#b", "a question mark": b"a?b=c", "no UTF-8": b"\xff\xfe"}
+
+
+def test_odd_temporary_folders(tmp_path):
+    """Their names are no part of an address."""
+    (tmp_path / "go").touch()
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for name in ODD.values():
+            folder = tmp_path / os.fsdecode(name)
+            folder.mkdir()
+            runs.append((folder, stack.enter_context(running(script("tests/phases.py"), tmp_path, env={"TMPDIR": str(folder)}))))
+        for folder, run in runs:
+            _, err = run.communicate(timeout=40)
+            assert (run.returncode, err) == (0, "")
+            nothing_left(run, tmp_path)
+            assert list(folder.iterdir()) == []
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+            ["go", "outputs", "tmp", "run0.in", "run1.in", *map(os.fsdecode, ODD.values())])
+
+
+def test_nobody_reads(tmp_path):
+    """`| head -1`: one line in a moment, and no file of torch's."""
+    (tmp_path / "out").mkdir()
+    with running(script("p2p_collectives/train.py", "--epochs", 100_000, "--output_dir", "out"), tmp_path, until=".") as run:
+        run.stdout.close()
+        began = time.monotonic()
+        err = run.stderr.read()
+        assert run.wait(timeout=20) == 1
+        assert time.monotonic() - began < 10
+        assert re.fullmatch(r"error: rank \d \(rank\d\) cannot print: nobody reads its output any more; "
+                            r"stopped 1 other process\n", err), err
+        run.stdout = None
+        nothing_left(run, tmp_path)
+        assert list(tmp_path.rglob("*errorfile*")) == []
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "012"])
+def test_closed_streams(closed, tmp_path):
+    """`>&-` and the like: the run comes to its end, and what would have been printed is nowhere."""
+    (tmp_path / "go").touch()
+    with running(script("tests/phases.py", "--closed", closed), tmp_path) as run:
+        out, err = run.communicate(timeout=40)
+        assert (run.returncode, err) == (0, "")
+        assert ("sum 1" in out) == (closed == "2")
+        nothing_left(run, tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {"go", "outputs", "tmp", "run0.in", "run1.in"}
+
+
+def test_surroundings(tmp_path, free_port):
+    """A left-over TORCHELASTIC_RUN_ID, too few files; too many threads, another machine's address: one line."""
+    cases = {
+        "stale": ([], {"TORCHELASTIC_RUN_ID": "none"}, 0, ""),
+        "threads": ([], {"OMP_NUM_THREADS": "9999999"}, 2, "error: OMP_NUM_THREADS=9999999 must be at most 1024\n"),
+        "address": (["--rank", 0, "--master_addr", "8.8.8.8", "--master_port", free_port], {}, 2,
+                    f"error: --master_port {free_port} cannot be opened on 8.8.8.8 (cannot assign requested address); "
+                    "give another port to all ranks\n"),
+        "full width": (["--world_size", "２"], {}, 2, "error: argument --world_size: '２' is not accepted; give a whole number "
+                       "at least 1 and at most 65536\n"),
+        "underscore": (["--seed", "1_0"], {}, 2, "error: argument --seed: '1_0' is not accepted; give a whole number at least 0 "
+                       "and at most 2147483647\n"),
+        "twice": (["--seed", "1", "--seed=2"], {}, 2, "error: --seed is given twice\n"),
+    }
+    with contextlib.ExitStack() as stack:
+        runs = {}
+        for name, (flags, env, *_) in cases.items():
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "go").touch()
+            runs[name] = stack.enter_context(running(script("tests/phases.py", *flags), tmp_path / name, env=env))
+        for name, run in runs.items():
+            _, err = run.communicate(timeout=40)
+            assert (name, run.returncode, err) == (name, *cases[name][2:])
+            nothing_left(run, tmp_path / name)
+
+
+@pytest.mark.parametrize("inodes", [2, 3])
+def test_no_inodes(inodes, tmp_path):
+    """A temporary folder in which no more files can be made: one line, or another one is taken."""
+    (tmp_path / "go").touch()
+    (tmp_path / "small").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"nr_inodes={inodes}", "tmpfs", str(tmp_path / "small")]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs root to mount a file system")
+    try:
+        with running(script("tests/phases.py"), tmp_path, env={"TMPDIR": str(tmp_path / "small")}) as run:
+            _, err = run.communicate(timeout=40)
+            assert (run.returncode, err) in [
+                (1, "error: cannot start 2 processes: No space left on device\n"), (0, "")]
+            nothing_left(run, tmp_path)
+            assert list((tmp_path / "small").iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path / "small")], check=True)
+
+
+def test_warnings_as_errors(tmp_path):
+    """`python -W error`: torch's own warnings end it, in words."""
+    (tmp_path / "go").touch()
+    command = script("tests/phases.py")
+    with running([command[0], "-W", "error", *command[1:]], tmp_path, cold=True) as run:
+        _, err = run.communicate(timeout=60)
+        assert run.returncode in (0, 1)
+        assert err == "" or err.splitlines()[-1] == "error: cannot start 2 processes: the fork server has ended", err
+        nothing_left(run, tmp_path)
+
+
+def test_few_files(tmp_path):
+    """`ulimit -n`: it works, or ends in one line; never by a signal."""
+    (tmp_path / "go").touch()
+    for limit in (64, 40):
+        command = ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", *script("tests/phases.py")]
+        with running(command, tmp_path, cold=True) as run:
+            _, err = run.communicate(timeout=60)
+            assert (run.returncode, err) == (0, "") or (
+                run.returncode in (1, 2) and re.fullmatch(r"error: .*\n", err)), (limit, run.returncode, err[-1500:])
+            nothing_left(run, tmp_path)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import warnings
+from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
@@ -117,10 +118,13 @@ def _show_unless_known(show, message, *where, **options):
 def wake_with_parent():
     """Let the system wake this process, if it is frozen, when its parent ends: it then ends, too.
 
-    (On Linux. Without this private name, what is frozen would stay when a launcher is killed, and
-    ranks would end by torch's own signal.)
+    On Linux. (Without these private names, what is frozen would stay when a launcher is killed.)
     """
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGCONT)
+    # The fork server gives this to each of its children, and ends only when nobody has it any more.
+    if descriptor := getattr(forkserver._forkserver, "_forkserver_alive_fd", None):
+        os.close(descriptor)
+        forkserver._forkserver._forkserver_alive_fd = None
 
 
 def quiet_cpp():

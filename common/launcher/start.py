@@ -258,9 +258,6 @@ class Processes:
             if process.process.exitcode is None:  # the fork server is frozen, and does not see it
                 end_fork_server()
                 process.process.join(1.0)
-        with suppress(AttributeError, TypeError, ProcessLookupError):
-            # One that is frozen would stay. (Without this private name, it does.)
-            os.kill(resource_tracker._resource_tracker._pid, signal.SIGCONT)
         pids = [process.process.pid for process in self.by_rank.values()]
         worker.remove_leftovers([os.getpid(), *pids], self.args)
         self.over.set()
@@ -312,6 +309,15 @@ def start_fork_server(run_worker):
     forkserver.set_forkserver_preload([module for module in modules if module != "__main__"])
     forkserver.ensure_running()
     os.environ.pop(environment.MAIN_PATH, None)
+
+
+def wake_resource_tracker():
+    """Let it end with this process, if it is frozen. (Without this private name, it stays.)"""
+    with suppress(AttributeError, TypeError, ProcessLookupError):
+        os.kill(resource_tracker._resource_tracker._pid, signal.SIGCONT)
+
+
+util.Finalize(None, wake_resource_tracker, exitpriority=-100)
 
 
 def end_fork_server():

@@ -100,25 +100,20 @@ class Heard:
         self.at = {writer: max(at, time.monotonic()) for writer, at in self.at.items()}
 
 
-class Decider:
-    """The launcher of rank 0: it hears all ranks and all other launchers, and decides.
+class Launcher:
+    """What all launchers do; `Decider` and `Follower` differ in how they come to a verdict.
 
     Args:
-        board: `channel.Board` that reads every rank, and every other launcher if there are any.
-        names: the role of each rank.
+        board: `channel.Board`.
+        rank: the first rank of this launcher.
         timeout: seconds that anybody may be silent.
-        join_s: seconds within which the other launchers must have come; None without any.
     """
 
-    def __init__(self, board, names, timeout, join_s=None):
-        self.board, self.names, self.timeout = board, names, timeout
-        self.ranks, self.followers = range(len(names)), range(1, len(names) if join_s else 1)
-        self.join_s, self.join_by = join_s, time.monotonic() + (join_s or 0)
+    def __init__(self, board, rank, timeout):
+        self.board, self.rank, self.timeout = board, rank, timeout
         self.heard, self.limit_s = Heard(board.keys), max(timeout, SUSPECT_S)
-        self.failures, self.suspects, self.since = {}, {}, None  # since: the first failure
+        self.failures, self.since = {}, None  # what is known, in order; since the first of it
         self.away = 0.0, -float("inf")  # how long this process was stopped, and until when
-        # What moves in each rank, and since when it stands.
-        self.moved, self.noted = dict.fromkeys(self.ranks, (None, time.monotonic())), False
 
     def status(self, rank, who="rank"):
         """Return what a rank, or its launcher, has written, as a dict."""
@@ -138,38 +133,101 @@ class Decider:
             The `Failure` to blame, or None if every rank has left.
         """
         here, looked = dict(here), time.monotonic()
-        while (here or self.failures
-               or not all(self.status(rank, "launcher").get("left") for rank in self.followers)):
-            ready = wait([process.sentinel for process in here.values()], interruption)
+        while here or self.failures or self.needed():
+            waitables = [process.sentinel for process in here.values()]
+            ready = connection.wait([*waitables, *([interruption] if interruption else [])], BEAT_S)
             if interruption in ready:
-                return Failure(min(here, default=0), "was interrupted")
+                return Failure(self.rank, "was interrupted")
             if (away := time.monotonic() - looked) > AWAY_S:  # Ctrl-Z, a suspended laptop
                 self.heard.forgive()
                 self.away = away, time.monotonic()
             looked = time.monotonic()
-            self.board.exchange()
-            self.listen()
+            try:
+                self.listen()
+            except LostError:
+                return self.of_lost_store()
             for rank in [rank for rank, process in here.items() if process.sentinel in ready
                          or (self.heard.age(f"rank/{rank}") > 2 * BEAT_S and process.gone())]:
                 process, status = here.pop(rank), self.status(rank)
                 if not status.get("left") and not status.get("failure"):
                     self.failures[f"end of {rank}"] = process.failure()
+            if self.failures and self.since is None:
+                self.since = time.monotonic()
             if verdict := self.verdict():
                 return verdict
-            self.note_standstill()
         return None
 
     def listen(self):
-        """Take in what has been written since the last time."""
+        """Write the own status, and take in what the others have written since the last time."""
+        self.board.exchange()
         for key in self.board.keys:
             self.heard.note(key, self.board.texts.get(key))
             value = self.board.values.get(key)
             if isinstance(value, dict) and value.get("failure") and key not in self.failures:
                 self.failures[key] = Failure(*value["failure"])
-        for rank in self.ranks:
-            moved = self.status(rank).get("moved")
-            if moved != self.moved[rank][0]:
-                self.moved[rank] = moved, time.monotonic()
+
+
+class Follower(Launcher):
+    """The launcher of another rank than 0: it writes how its rank is, and reads the verdict."""
+
+    def __init__(self, board, rank, timeout):
+        super().__init__(board, rank, timeout)
+        with contextlib.suppress(LostError):
+            board.exchange()  # from now on, this rank has joined
+
+    def needed(self):
+        """Return False: it ends with its rank."""
+        return False
+
+    def listen(self):
+        """Let the launcher of rank 0 know, too, what it cannot know from the rank itself."""
+        self.board.status["failure"] = self.failures.get(f"end of {self.rank}")
+        super().listen()
+
+    def of_lost_store(self):
+        """Return the failure to blame when the store is gone: one of its own comes first."""
+        gone = Failure(0, "ended: its launcher is gone")
+        return min([*self.failures.values(), gone], key=lambda failure: failure.kind)
+
+    def verdict(self):
+        """Return what rank 0 has decided, or what is known here if it does not answer."""
+        if verdict := self.board.values["verdict"]:
+            return Failure(*verdict)
+        silence = time.monotonic() - max(self.board.answered, self.away[1])
+        if silence > self.limit_s:
+            return unreachable(0, silence)
+        patient = self.since is None or time.monotonic() - self.since < GRACE_S + 3 * BEAT_S
+        return None if patient else next(iter(self.failures.values()))
+
+    def close(self, verdict):
+        """Write that this launcher has ended, and why if it was its own rank."""
+        own = verdict if verdict is not None and verdict.rank == self.rank else None
+        with contextlib.suppress(LostError):
+            self.board.exchange(failure=own, left=True)
+
+
+class Decider(Launcher):
+    """The launcher of rank 0: it hears all ranks and all other launchers, and decides.
+
+    Args:
+        board: that reads every rank, and every other launcher if there are any.
+        names: the role of each rank.
+        timeout: seconds that anybody may be silent.
+        join_s: seconds within which the other launchers must have come; None without any.
+    """
+
+    def __init__(self, board, names, timeout, join_s=None):
+        super().__init__(board, 0, timeout)
+        self.names, self.ranks = names, range(len(names))
+        self.followers = range(1, len(names) if join_s else 1)
+        self.join_s, self.join_by = join_s, time.monotonic() + (join_s or 0)
+        self.suspects = {}
+        # What moves in each rank, and since when it stands.
+        self.moved, self.noted = dict.fromkeys(self.ranks, (None, time.monotonic())), False
+
+    def needed(self):
+        """Return whether others need the store, and somebody who decides."""
+        return not all(self.status(rank, "launcher").get("left") for rank in self.followers)
 
     def silent(self, seconds):
         """Return the failures of those that have been silent for so long, or have not come."""
@@ -195,11 +253,11 @@ class Decider:
 
     def verdict(self):
         """Return the failure to blame, as soon as it is known."""
+        self.note_standstill()
         found = [*self.failures.values(), *self.silent(self.limit_s)]
         if not found:
             return None
         now = time.monotonic()
-        self.since = self.since or now
         blamed = min(found, key=lambda failure: failure.kind)
         if blamed.kind <= SILENCE:
             return blamed
@@ -242,6 +300,9 @@ class Decider:
         RPC waits for ever where a program tells it to, for example for an episode.
         """
         running = [rank for rank in self.ranks if not self.status(rank).get("left")]
+        for rank in running:
+            if (moved := self.status(rank).get("moved")) != self.moved[rank][0]:
+                self.moved[rank] = moved, time.monotonic()
         moved = max((self.moved[rank][1] for rank in running), default=time.monotonic())
         alive = all(0 <= self.heard.age(f"rank/{rank}") < SUSPECT_S for rank in running)
         if self.noted or not alive or time.monotonic() - moved < self.timeout + GRACE_S:
@@ -262,58 +323,3 @@ class Decider:
                 or self.heard.age(f"launcher/{rank}") > SUSPECT_S for rank in self.followers):
             time.sleep(BEAT_S / 10)
             self.board.exchange()
-
-
-class Follower:
-    """The launcher of another rank: it writes how its rank is, and reads the verdict.
-
-    Args:
-        board: `channel.Board` that reads this rank and the verdict.
-        rank: the one rank of this launcher.
-        timeout: seconds that the store may be silent.
-    """
-
-    def __init__(self, board, rank, timeout):
-        self.board, self.rank, self.timeout = board, rank, timeout
-        with contextlib.suppress(LostError):
-            board.exchange()  # from now on, this rank has joined
-
-    def watch(self, here, interruption=None):
-        """Wait until all is over; see `Decider.watch`."""
-        (process,), own, since, looked = here.values(), None, None, time.monotonic()
-        while True:
-            ready = wait([] if own else [process.sentinel], interruption)
-            if interruption in ready:
-                return Failure(self.rank, "was interrupted")
-            if time.monotonic() - looked > AWAY_S:
-                self.board.answered = time.monotonic()
-            looked = time.monotonic()
-            try:
-                self.board.exchange(failure=own)
-            except LostError:
-                own_cause = own is not None and own.kind == CAUSE
-                return own if own_cause else Failure(0, "ended: its launcher is gone")
-            if verdict := self.board.values["verdict"]:
-                return Failure(*verdict)
-            if own is None and (process.sentinel in ready or process.gone()):
-                status = self.board.values[f"rank/{self.rank}"] or {}
-                if status.get("left"):
-                    return None
-                own = Failure(*status["failure"]) if status.get("failure") else process.failure()
-                since = looked
-            silence = time.monotonic() - self.board.answered
-            if silence > max(self.timeout, SUSPECT_S):
-                return unreachable(0, silence)
-            if own is not None and looked - since > GRACE_S + 3 * BEAT_S:
-                return own  # the launcher of rank 0 does not decide
-
-    def close(self, verdict):
-        """Write that this launcher has ended, and why if it was its own rank."""
-        own = verdict if verdict is not None and verdict.rank == self.rank else None
-        with contextlib.suppress(LostError):
-            self.board.exchange(failure=own, left=True)
-
-
-def wait(sentinels, interruption):
-    """Wait for a beat at most; return what is ready."""
-    return connection.wait([*sentinels, *([] if interruption is None else [interruption])], BEAT_S)
