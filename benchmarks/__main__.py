@@ -95,7 +95,8 @@ def summary(name, runs):
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
                             text=True)
     return {"command": f"python {HEADLINES[name][0]}", "commit": commit.stdout.strip(),
-            "machine": {"cores": joblib.cpu_count(), "system": platform.system(), "device": device()},
+            "machine": {"cores": joblib.cpu_count(), "system": platform.system(),
+                        "device": device()},
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "median": {key: statistics.median(values) for key, values in numbers.items()},
             "range": {key: [min(values), max(values)] for key, values in numbers.items()},

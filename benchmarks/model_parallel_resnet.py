@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from common import report
 from common.cli import Parser, bounded
-from common.vision import import_torchvision
 from common.session import keep_memory
+from common.vision import import_torchvision
 
 from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet import schedules

@@ -29,7 +29,7 @@ def for_ever(rank, world_size, args):
     if args.start_method == "spawn":
         print(f"rank {rank} prints", flush=True)
     for what in args.slowed:
-        replace(what, lambda honest: lambda *a, **k: (time.sleep(PAUSE_S), honest(*a, **k))[1])
+        replace(what, lambda honest: lambda *a, **k: (time.sleep(args.pause_s), honest(*a, **k))[1])
     if args.raises is not None and rank == args.raises[0]:
         let_raise(args.raises[1], args.moment)
     if args.lesson == "p2p_collectives.main":
@@ -95,7 +95,7 @@ FAULTS = {
     "SIGABRT": os.abort,
     "lock held": lambda: ctypes.PyDLL(None).sleep(1000),  # of the interpreter
     "destroyed group": dist.destroy_process_group,
-    "aborted group": lambda: dist.group.WORLD._get_backend(torch.device("cpu")).abort(),
+    "aborted group": lambda: dist.distributed_c10d._abort_process_group(),
     "sleep": lambda: time.sleep(1000),
     "loop": loop,
     "lock": wait_for_a_lock,
@@ -122,7 +122,7 @@ def main(name, rank, what, slowed, *flags):
     launch = lesson.launch
 
     def launch_for_ever(run_worker, args, role_name):
-        args.lesson, args.moment = name, args.output_dir / "moment"
+        args.lesson, args.moment, args.pause_s = name, args.output_dir / "moment", PAUSE_S
         args.raises, args.slowed = None if what == "-" else [int(rank), what], slowed.split(",")
         return launch(for_ever, args, role_name)
 

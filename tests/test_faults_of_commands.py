@@ -33,8 +33,8 @@ MANUAL_TIMEOUT_S = 10.0  # several commands that import torch at the same time c
 
 def terminals(program, what, port, ranks):
     """The commands of a manual launch."""
-    return [[sys.executable, str(ROOT / "tests/sabotage.py"), *program.sabotaged(what), *program.command(None),
-             "--timeout", str(MANUAL_TIMEOUT_S), "--world_size", str(len(ranks)), "--rank", str(rank),
+    return [[sys.executable, str(ROOT / "tests/sabotage.py"), *program.sabotaged(what),
+             *program.command(None, MANUAL_TIMEOUT_S), "--world_size", str(len(ranks)), "--rank", str(rank),
              "--master_addr", "localhost", "--master_port", str(port), "--output_dir", f"out{rank}"] for rank in ranks]
 
 
@@ -54,7 +54,7 @@ def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_po
     if way == "manual":
         commands = terminals(program, what, free_port, range(len(roles)))
     else:
-        flags = [*program.sabotaged(what), *program.command(None), "--timeout", MANUAL_TIMEOUT_S]
+        flags = [*program.sabotaged(what), *program.command(None, MANUAL_TIMEOUT_S)]
         commands = [torchrun(len(roles), "tests/sabotage.py", *flags, "--output_dir", "out")]
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(running(command, tmp_path)) for command in commands]

@@ -20,9 +20,6 @@ FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
 FILES = sorted(str(path.relative_to(ROOT)) for folder in (*FOLDERS, "common", "benchmarks", "exercises")
                for path in (ROOT / folder).rglob("*.py")
                if not re.match(r"exercises/\d\d_", str(path.relative_to(ROOT))))  # a learner's own
-COLUMNS, LINES = 100, 250  # of every file but the tests, and these:
-LONGER = {"param_server/main.py": 280, "param_server/batch_update.py": 280,
-          "model_parallel_resnet/single_machine.py": 280, "model_parallel_resnet/single_machine_check.py": 280}
 RPC = ["rpc_rl/main.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
        "model_parallel_resnet/main.py", "batch_rl/main.py", "ddp_rpc_hybrid/main.py"]
 GROUPS = [program for program in PROGRAMS if program.startswith(("ddp_basic", "p2p")) or "hybrid" in program]
@@ -49,13 +46,6 @@ def check_of(program):
     folder, name = program.split("/")
     stem = name.removesuffix(".py")
     return f"{folder}/check.py" if stem == "main" else f"{folder}/{stem}_check.py"
-
-
-@pytest.mark.parametrize("path", FILES)
-def test_a_file_is_short(path):
-    lines = (ROOT / path).read_text().splitlines()
-    assert len(lines) <= LONGER.get(path, LINES)
-    assert [number for number, line in enumerate(lines, start=1) if len(line) > COLUMNS] == []
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

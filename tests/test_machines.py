@@ -222,6 +222,7 @@ def test_a_bad_cable_is_survived(lesson, way, far, weather, port, tmp_path):
         assert here.poll() is None, here.stderr.read()
         assert there.poll() is None, there.stderr.read()
         weather.lost = [0.0, 0.0]
+        goes_on(2)
         here.send_signal(signal.SIGTERM)
         began = time.monotonic()
         _, err = here.communicate(timeout=20)

@@ -12,6 +12,7 @@ left. A value is written whole or not at all. The ranks meet in the same store (
 import contextlib
 import json
 import queue
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -31,8 +32,10 @@ def open_store(host, port, listener=None):
         listener: a listening `socket.socket`, which the store takes over.
 
     Raises:
-        RuntimeError: if nobody serves it there.
+        OSError, RuntimeError: if nobody serves it there.
     """
+    if listener is None:  # torch would wait for the port, and print its own errors
+        socket.create_connection((host, port), timeout=LIMIT.total_seconds()).close()
     served = {} if listener is None else {"master_listen_fd": listener.detach()}
     store = dist.TCPStore(host, port, None, listener is not None, LIMIT, wait_for_workers=False,
                           **served)

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -157,8 +156,6 @@ def _connect(host, port, seconds, interruption):
     def attempt():
         while not found and time.monotonic() < deadline:
             with suppress(RuntimeError, OSError, ValueError):
-                # torch, which could wait for the port itself, would print its own errors.
-                socket.create_connection((host, port), timeout=seconds).close()
                 found.append(channel.open_store(host, port))
             time.sleep(0.1)
 
@@ -363,7 +360,7 @@ def run_rank(index, run_worker, args, ranks, init_method, cores, inherited):
     host, _, port = init_method.removeprefix("tcp://").rpartition(":")
     try:
         store = channel.open_store(host, int(port))
-    except RuntimeError:  # the launcher has been killed
+    except (OSError, RuntimeError):  # the launcher has been killed
         worker.exit_now(1)
     heartbeat = worker.Heartbeat(ranks[index], store, worker.unwatched_by(launcher), args)
     heartbeat.start()

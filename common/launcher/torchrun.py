@@ -44,8 +44,6 @@ def be_one_rank(run_worker, args, names):
     worker.report_exits_in_calls(heartbeat)
     try:
         result = run_worker(me, args.world_size, args)
-    except KeyboardInterrupt:  # Ctrl-C: torchrun ends all of its ranks
-        worker.exit_now(130)
     except BaseException as error:
         heartbeat.fail(error)
         # Meanwhile, the heartbeat ends this process as soon as it is known whom to blame.
@@ -80,7 +78,6 @@ def _meet(me, args, one_machine):
     while True:
         port = int(theirs.get(key))
         with contextlib.suppress(OSError, RuntimeError):
-            socket.create_connection((host, port), timeout=limit_s).close()
             store = channel.open_store(host, port)
             if not channel.ours(store).get("verdict"):
                 return (host, port), None, store

@@ -138,7 +138,7 @@ class Launcher:
             ready = connection.wait([*waitables, *([interruption] if interruption else [])], BEAT_S)
             if interruption in ready:
                 return Failure(self.rank, "was interrupted")
-            if (away := time.monotonic() - looked) > AWAY_S:  # Ctrl-Z, a suspended laptop
+            if (away := time.monotonic() - looked) > AWAY_S:  # Ctrl-Z
                 self.heard.forgive()
                 self.away = away, time.monotonic()
             looked = time.monotonic()
@@ -164,7 +164,8 @@ class Launcher:
             self.heard.note(key, self.board.texts.get(key))
             value = self.board.values.get(key)
             if isinstance(value, dict) and value.get("failure") and key not in self.failures:
-                self.failures[key] = Failure(*value["failure"])
+                with contextlib.suppress(TypeError):  # a stranger has written it
+                    self.failures[key] = Failure(*value["failure"])
 
 
 class Follower(Launcher):
@@ -229,6 +230,10 @@ class Decider(Launcher):
         """Return whether others need the store, and somebody who decides."""
         return not all(self.status(rank, "launcher").get("left") for rank in self.followers)
 
+    def of_lost_store(self):
+        """Return the failure to blame when the store is gone, which this very process serves."""
+        return Failure(None, "the store of this run has ended")
+
     def silent(self, seconds):
         """Return the failures of those that have been silent for so long, or have not come."""
         found = []
@@ -271,8 +276,8 @@ class Decider(Launcher):
         away, until = self.away
         if away > self.timeout / 2 and now - until < self.timeout + 2 * GRACE_S:
             return blamed._replace(what=(
-                f"could not wait any longer: the whole run was stopped for {away:.0f} s (Ctrl-Z, a "
-                f"suspended laptop), and --timeout is {self.timeout:g} s"))
+                f"could not wait any longer: the whole run was stopped for {away:.0f} s (Ctrl-Z), "
+                f"and --timeout is {self.timeout:g} s"))
         return self.with_the_others(blamed) if blamed.kind == WAITED else blamed
 
     def were_silent(self):

@@ -73,9 +73,14 @@ class Heartbeat(threading.Thread):
         self._sent()
 
     def _sent(self):
-        """Return when the store has got what was written, or is gone."""
-        with suppress(RuntimeError):
-            self.store.check(["verdict"])
+        """Return when the store has got what was written, or does not answer."""
+        def check():
+            with suppress(RuntimeError):
+                self.store.check(["verdict"])
+
+        answered = threading.Thread(target=check, daemon=True)
+        answered.start()
+        answered.join(watch.GRACE_S)
 
 
 def innermost(frames):
