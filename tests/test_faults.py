@@ -103,23 +103,26 @@ class Run:
         fault: what `role` does to itself (`sabotage.FAULTS`), or a signal that it is sent.
         role: of the rank that fails.
         signals: what is sent afterwards: (seconds, role, signal), each some seconds after the one before.
+        row: of tests/fault_table.py; by default that of the fault.
         timeout_s: of `--timeout`.
+        pause_s: before each call of `program.slowed()`.
     """
 
-    def __init__(self, program, folder, fault, role, signals=(), timeout_s=None):
+    def __init__(self, program, folder, fault, role, signals=(), row=None, timeout_s=None, pause_s=sabotage.PAUSE_S):
         self.program, self.roles, self.fault, self.signals = program, program.roles.split(), fault, list(signals)
         self.rank, self.processes = self.roles.index(role), {}
-        self.folder = folder / f"{fault}{role}{len(self.signals)}".replace(" ", "")
+        self.folder = folder / f"{program}{fault}{role}{len(self.signals)}{pause_s}".replace(" ", "")
         self.status, self.seconds = None, None  # from the fault to the end
-        self.row = OF_A_RANK.get(fault)
+        self.row = row or OF_A_RANK.get(fault)
         by_silence = self.row is not None and self.row.by_silence
         self.timeout_s = timeout_s or (TIMEOUT_S if by_silence else PATIENT_S)
+        self.after_s = sum(seconds for seconds, *_ in self.signals)  # it may end by the last one only
         self.raises = None
         if fault in sabotage.FAULTS:
             self.raises = [self.rank, f"{program.raises[role]}:{fault}"]
         elif fault.startswith("SIG"):
             self.signals.insert(0, (0, role, fault))
-        self.slowed, self.pause_s = program.slowed(), sabotage.PAUSE_S
+        self.slowed, self.pause_s = program.slowed(), pause_s
 
     def expected(self):
         """Its one line, as a pattern."""
@@ -249,70 +252,84 @@ def test_rarer_end_of_a_rank(lesson, faults, clean, tmp_path, capfd):
     ("p2p_collectives.train", "destroyed group"), ("ddp_basic.elastic", "aborted group")])
 def test_end_of_a_group(lesson, fault, clean, tmp_path, capfd):
     """A rank leaves its process group in the middle of its work, and goes on."""
-    ends([Run(named(lesson), tmp_path, fault, "rank1")], capfd, OF_A_RANK["destroyed group"])
+    ends([Run(named(lesson), tmp_path, fault, "rank1", row=OF_A_RANK["destroyed group"])], capfd)
 
 
-@pytest.mark.parametrize(("lesson", "fault"), [
-    *((program.lesson, "lock") for program in PROGRAMS
-      if program.lesson not in ("rpc_rl.main", "batch_rl.main", "p2p_collectives.init_methods")),  # no limit, no end
-    ("p2p_collectives.train", "loop"), ("p2p_collectives.train", "lone barrier"),
-    ("p2p_collectives.train", "send without recv")])
-def test_only_waiting_tells(lesson, fault, clean, tmp_path, capfd):
+@pytest.mark.parametrize("runs", [
+    [("ddp_rpc_hybrid.main", "trainer1", "lock"), ("ddp_rpc_hybrid.main", "ps", "lock"),
+     ("param_server.main", "parameter_server", "lock")],
+    [("rpc_rnn.main", "ps", "lock"), ("model_parallel_resnet.main", "worker2", "lock"),
+     ("model_parallel_resnet.schedules", "stage1", "lock")],
+    [("ddp_rpc_hybrid.sharded_table", "trainer1", "lock"), ("ddp_basic.elastic", "rank1", "lock"),
+     ("ddp_basic.fsdp", "rank1", "lock")],
+    [("p2p_collectives.main", "rank2", "lock"), ("p2p_collectives.ring_allreduce", "rank1", "lock"),
+     ("p2p_collectives.shared_memory", "rank1", "lock")],
+    [("p2p_collectives.train", "rank1", fault) for fault in ("lock", "loop", "lone barrier", "send without recv")],
+], ids=lambda runs: runs[0][0])
+def test_only_waiting_tells(runs, clean, tmp_path, capfd):
     """The rank that waits is reported as one that waits, with where the other one is: nobody has failed."""
-    program = named(lesson)
-    ends([Run(program, tmp_path, fault, role) for role in program.raises], capfd)
+    ends([Run(named(lesson), tmp_path, fault, role) for lesson, role, fault in runs], capfd)
 
 
+@pytest.mark.parametrize("lessons", [["rpc_rl.main", "p2p_collectives.train"],
+                                     ["param_server.main", "ddp_basic.elastic"]], ids=" ".join)
 @pytest.mark.parametrize("frozen_s", [TIMEOUT_S - 0.5, TIMEOUT_S + 0.5], ids=["shorter", "longer"])
-@pytest.mark.parametrize("lesson", ["rpc_rl.main", "param_server.main", "p2p_collectives.train", "ddp_basic.elastic"])
-def test_frozen_for_a_while(lesson, frozen_s, clean, tmp_path, capfd):
+def test_frozen_for_a_while(frozen_s, lessons, clean, tmp_path, capfd):
     """A rank stops for about --timeout, and goes on: it is named, or the run goes on, and is then ended by a signal."""
-    program, later = named(lesson), TIMEOUT_S + 6 - frozen_s
     row = OF_SEVERAL[f"frozen for {'less' if frozen_s < TIMEOUT_S else 'more'} than --timeout"]
-    runs = [Run(program, tmp_path, "SIGSTOP", role, [(frozen_s, role, "SIGCONT"), (later, role, "SIGKILL")])
-            for role in program.roles.split()]
-    ends(runs, capfd, row._replace(line=rf"({row.line}|{OF_A_RANK['SIGKILL'].line})"), after_s=frozen_s + later)
+    row = row._replace(line=rf"({row.line}|{OF_A_RANK['SIGKILL'].line})")
+    ends([Run(program, tmp_path, "SIGSTOP", role,
+              [(frozen_s, role, "SIGCONT"), (TIMEOUT_S + 6 - frozen_s, role, "SIGKILL")], row, TIMEOUT_S)
+          for program in map(named, lessons) for role in program.roles.split()], capfd)
 
 
-@pytest.mark.parametrize(("row", "fault", "signals"), [
-    ("raises, another is killed", "exception", [(0.05, "second", "SIGKILL")]),
-    ("killed, another is frozen", "SIGKILL", [(0.05, "second", "SIGSTOP")]),
-    ("killed, another was frozen", "none", [(0, "second", "SIGSTOP"), (0.05, "first", "SIGKILL")])])
+SECOND_FAILURES = {
+    "raises, another is killed": ("exception", [(0.05, "second", "SIGKILL")]),
+    "killed, another is frozen": ("SIGKILL", [(0.05, "second", "SIGSTOP")]),
+    "killed, another was frozen": ("none", [(0, "second", "SIGSTOP"), (0.05, "first", "SIGKILL")]),
+}
+
+
 @pytest.mark.parametrize("lesson", ["rpc_rl.main", "param_server.batch_update", "p2p_collectives.main"])
-def test_second_failure(lesson, row, fault, signals, clean, tmp_path, capfd):
+def test_second_failure(lesson, clean, tmp_path, capfd):
     """While one failure is being handled, there is another one: the first is named, and nothing stays."""
     program = named(lesson)
-    roles = {"first": [*program.raises][-1], "second": program.roles.split()[-1]}
-    if roles["first"] == roles["second"]:
-        roles["second"] = program.roles.split()[-2]
-    run = Run(program, tmp_path, fault, roles["first"], [(pause, roles[who], name) for pause, who, name in signals])
-    ends([run], capfd, OF_SEVERAL[row])
+    roles = {"first": [*program.raises][-1]}
+    roles["second"] = [role for role in program.roles.split() if role != roles["first"]][-1]
+    ends([Run(program, tmp_path, fault, roles["first"], [(pause, roles[who], name) for pause, who, name in signals],
+              OF_SEVERAL[row]) for row, (fault, signals) in SECOND_FAILURES.items()], capfd)
 
 
-@pytest.mark.parametrize(("lesson", "role"), [
-    ("rpc_rl.main", "agent"), ("rpc_rl.main", "observer1"), ("batch_rl.main", "observer1")])
-def test_standstill(lesson, role, clean, tmp_path, capfd):
+def test_standstill(clean, tmp_path, capfd):
     """Nobody comes back from a call that has no limit: the run tells so once, and goes on until a signal ends it."""
-    wait_s = TIMEOUT_S + 8
-    run = Run(named(lesson), tmp_path, "lock", role, [(wait_s, role, "SIGKILL")], timeout_s=TIMEOUT_S)
-    err = ends([run], capfd, OF_A_RANK["SIGKILL"], after_s=wait_s)
+    stuck = [("rpc_rl.main", "agent"), ("rpc_rl.main", "observer1"), ("batch_rl.main", "observer1"),
+             ("model_parallel_resnet.main", "master")]
+    runs = [Run(named(lesson), tmp_path, "lock", role, [(TIMEOUT_S + 8, role, "SIGKILL")], OF_A_RANK["SIGKILL"],
+                TIMEOUT_S) for lesson, role in stuck]
+    err = ends(runs, capfd)
     notes = [text for text in err.splitlines() if text.startswith("note:")]
-    assert len(notes) == 1, err
-    assert re.fullmatch(filled(STANDSTILL.line, run.rank, run.roles), notes[0]), notes
+    assert len(notes) == len(runs), err
+    for run in runs:
+        expected = filled(STANDSTILL.line, run.rank, run.roles)
+        assert any(re.fullmatch(expected, note) for note in notes), (expected, notes)
 
 
-@pytest.mark.parametrize(("lesson", "pause_s"), [
-    *((program.lesson, sabotage.PAUSE_S) for program in PROGRAMS[:8] if program.lesson != "ddp_rpc_hybrid.sharded_table"),
-    ("ddp_rpc_hybrid.main", 3.0)])
-def test_no_standstill(lesson, pause_s, clean, tmp_path, capfd):
+@pytest.mark.parametrize("runs", [
+    [("rpc_rl.main", 0.1), ("batch_rl.main", 0.1), ("param_server.main", 0.1)],
+    [("ddp_rpc_hybrid.main", 0.1), ("ddp_rpc_hybrid.main", 3.0)],
+    [("param_server.batch_update", 0.1), ("rpc_rnn.main", 0.1), ("model_parallel_resnet.main", 0.1)],
+], ids=lambda runs: runs[0][0])
+def test_no_standstill(runs, clean, tmp_path, capfd):
     """Neither is that main threads wait for a whole training, nor that steps are slow: a signal must end the run."""
-    program, wait_s = named(lesson), TIMEOUT_S + 6 + 2 * pause_s
-    role = program.roles.split()[-1]
-    if pause_s > sabotage.PAUSE_S:  # on the trainers alone, or calls would take as long as --timeout
-        program = program._replace(raises={"trainer1": program.raises["trainer1"]})
-    run = Run(program, tmp_path, "none", role, [(wait_s, role, "SIGKILL")], timeout_s=TIMEOUT_S)
-    run.pause_s = pause_s
-    assert "note:" not in ends([run], capfd, OF_A_RANK["SIGKILL"], after_s=wait_s)
+    started = []
+    for lesson, pause_s in runs:
+        program = named(lesson)
+        role = program.roles.split()[-1]
+        if pause_s > 1:  # on the trainers alone, or calls would take as long as --timeout
+            program = program._replace(raises={"trainer1": program.raises["trainer1"]})
+        started.append(Run(program, tmp_path, "none", role, [(TIMEOUT_S + 6 + 2 * pause_s, role, "SIGKILL")],
+                           OF_A_RANK["SIGKILL"], TIMEOUT_S, pause_s))
+    assert "note:" not in ends(started, capfd)
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 1.0])
@@ -321,8 +338,7 @@ def test_short_timeout(timeout_s, clean, tmp_path, capfd):
     program = named("p2p_collectives.train")
     program = program._replace(flags=f"{program.flags} --world_size 1", roles="rank0",
                                raises={"rank0": program.raises["rank1"]})
-    run = Run(program, tmp_path, "none", "rank0", [(4.0, "rank0", "SIGKILL")], timeout_s=timeout_s)
-    ends([run], capfd, OF_A_RANK["SIGKILL"], after_s=4.0)
+    ends([Run(program, tmp_path, "none", "rank0", [(4.0, "rank0", "SIGKILL")], OF_A_RANK["SIGKILL"], timeout_s)], capfd)
 
 
 @pytest.mark.slow
@@ -373,27 +389,19 @@ def complete(runs):
     assert [run.roles[run.rank] for run in hanging] == []
 
 
-def ends(runs, capfd, row=None, after_s=0):
-    """Every run ends everywhere, in time, and names the role at fault and no other, once.
-
-    Args:
-        runs: all at the same time.
-        capfd: of pytest.
-        row: of tests/fault_table.py; by default that of each run's fault.
-        after_s: seconds until the last signal.
+def ends(runs, capfd):
+    """Every run, all at the same time, ends everywhere, in time, and names the role at fault and no other, once.
 
     Returns:
         What was printed to stderr.
     """
-    for run in runs:
-        run.row = row or run.row
     complete(runs)
     err = capfd.readouterr().err
     errors = [text for text in err.splitlines() if text.startswith("error:")]
     patterns = [run.expected() for run in runs]
     for run, expected in zip(runs, patterns, strict=True):
         assert run.status == 1, (run.roles[run.rank], err)
-        assert run.seconds < run.row.within_s(run.timeout_s) + after_s, (run.fault, run.seconds)
+        assert run.seconds < run.row.within_s(run.timeout_s) + run.after_s, (run.fault, run.seconds)
         found = sum(bool(re.fullmatch(expected, text)) for text in errors)
         # A line of those who wait names all others, and so matches several patterns.
         assert found == patterns.count(expected) or (run.row.of_who_waits and found), (expected, errors)

@@ -37,8 +37,9 @@ def enter(rank, world_size, local_rank, local_world_size, init_method, master_ad
     values = (rank, world_size, local_rank, local_world_size, init_method)
     os.environ.update(zip(names, map(str, values), strict=True))
     if init_method.startswith("tcp://"):
-        # torch's word for: a launcher serves the store, no rank.
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        # torch's word for: a launcher serves the store at that address, no rank.
+        host, _, port = init_method.removeprefix("tcp://").rpartition(":")
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR=host, MASTER_PORT=port)
     # RPC executes what it is sent: on one machine it must not listen where others can reach it. On
     # several, gloo and RPC would listen where the machine's own name points to, on many systems
     # loopback, where nobody can reach them.

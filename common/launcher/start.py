@@ -364,7 +364,7 @@ def run_rank(index, run_worker, args, ranks, init_method, cores, inherited):
         worker.exit_now(1)
     heartbeat = worker.Heartbeat(ranks[index], store, worker.unwatched_by(launcher), args)
     heartbeat.start()
-    worker.report_exits_in_calls(heartbeat)
+    worker.watch_calls(heartbeat)
     try:
         environment.enter(ranks[index], args.world_size, *_place(index, args, ranks), init_method,
                           args.master_addr, together=args.rank is None, cores=cores)

@@ -39,9 +39,9 @@ def be_one_rank(run_worker, args, names):
     address, listener, store = _meet(me, args, local_world_size == args.world_size)
     watcher = Watcher(me, args, names, neighbours, address, listener)
     heartbeat = worker.Heartbeat(me, store or channel.open_store(*address), watcher.unwatched, args)
-    heartbeat.start()
     watcher.heartbeat = heartbeat
-    worker.report_exits_in_calls(heartbeat)
+    heartbeat.start()
+    worker.watch_calls(heartbeat)
     try:
         result = run_worker(me, args.world_size, args)
     except BaseException as error:
@@ -100,7 +100,8 @@ class Watcher:
 
     def __init__(self, me, args, names, neighbours, address, listener):
         self.me, self.args, self.names, self.left = me, args, names, False
-        self.parent, self.heard, self.heartbeat = os.getppid(), time.monotonic(), None
+        self.parent, self.heartbeat = os.getppid(), None
+        self.heard = self.looked = time.monotonic()
         self.link, theirs = socket.socketpair()
         with warnings.catch_warnings():
             # Of a process with threads. The fork calls Python and the store, no more.
@@ -126,12 +127,14 @@ class Watcher:
         heard = self.link.recv(100) if ready and not self.left else b""
         if b"!" in heard:
             worker.exit_now(1)
-        if heard or self.left:
-            self.heard = time.monotonic()
+        now, away = time.monotonic(), time.monotonic() - self.looked > watch.AWAY_S
+        self.looked = now
+        if heard or self.left or away:  # away: Ctrl-Z has stopped this process, too
+            self.heard = now
         elif ready:
             failure = "was killed"
-        elif (silence := time.monotonic() - self.heard) > max(self.args.timeout, watch.SUSPECT_S):
-            failure = f"has not answered for {silence:.0f} s"
+        elif now - self.heard > max(self.args.timeout, watch.SUSPECT_S):
+            failure = f"has not answered for {now - self.heard:.0f} s"
         if failure:
             failure = watch.Failure(self.me, f"is not watched: the process beside it {failure}")
             self.heartbeat.write(failure=failure)

@@ -45,7 +45,7 @@ class Heartbeat(threading.Thread):
         super().__init__(daemon=True)
         self.rank, self.store, self.unwatched, self.args = rank, ours(store), unwatched, args
         self.status = {"beat": 0, "failure": None, "left": False, "pieces": 0}
-        self.lock = threading.Lock()
+        self.lock, self.calls = threading.Lock(), 0  # calls: those of other ranks, over RPC
 
     def write(self, **changes):
         """Write how this rank is, with `changes` in it. Without a store, nobody reads it."""
@@ -56,7 +56,7 @@ class Heartbeat(threading.Thread):
     def run(self):
         """Beat until the end."""
         while True:
-            self.write(at=position(), moved=movement())
+            self.write(at=position(), moved=[self.calls, *movement()])
             if self.unwatched(BEAT_S):
                 self.write(failure=watch.Failure(self.rank, "ended: its launcher is gone"))
                 remove_leftovers([os.getpid()], self.args)
@@ -107,13 +107,13 @@ def position():
 
 
 def movement():
-    """Return something that stays the same as long as no Python thread of this process moves.
+    """Return a list that stays the same as long as no Python thread of this process moves.
 
     It is the CPU time of the main thread, and where the others are: a call that spans a training
     runs in one of those.
     """
     if not hasattr(time, "pthread_getcpuclockid"):  # macOS
-        return time.monotonic_ns()
+        return [time.monotonic_ns()]
     main, me = threading.main_thread().ident, threading.get_ident()
     places = [(thread, frame.f_lasti)
               for thread, innermost_frame in sys._current_frames().items()
@@ -126,8 +126,8 @@ def unwatched_by(launcher):
     return lambda seconds: bool(connection.wait([launcher], seconds))
 
 
-def report_exits_in_calls(heartbeat):
-    """Let `sys.exit()` in a function that another rank has called end this rank.
+def watch_calls(heartbeat):
+    """Count the calls of other ranks, and let `sys.exit()` in one of them end this rank.
 
     RPC takes an Exception to the caller with the name of the worker, but SystemExit and
     KeyboardInterrupt without: the caller would be blamed. RPC calls this private function for each
@@ -136,6 +136,7 @@ def report_exits_in_calls(heartbeat):
     run_function = getattr(rpc.internal, "_run_function", None)
 
     def run(call):
+        heartbeat.calls += 1
         try:
             return run_function(call)
         except BaseException as error:
