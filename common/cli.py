@@ -37,13 +37,6 @@ class PlainParser(argparse.ArgumentParser):
     def __init__(self, description):
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
 
-    def parse_known_args(self, args=None, namespace=None):
-        """Refuse a flag that is given twice: argparse would take the last one, in silence."""
-        words = [word.partition("=")[0] for word in (sys.argv[1:] if args is None else args)]
-        if twice := [word for word in words if word.startswith("--") and words.count(word) > 1]:
-            self.error(f"{twice[0]} is given twice")
-        return super().parse_known_args(args, namespace)
-
     def error(self, message):
         """One line instead of argparse's usage and line."""
         refuse(shortened(message, 500))

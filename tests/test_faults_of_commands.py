@@ -368,7 +368,6 @@ def test_surroundings(tmp_path, free_port):
                        "at least 1 and at most 65536\n"),
         "underscore": (["--seed", "1_0"], {}, 2, "error: argument --seed: '1_0' is not accepted; give a whole number at least 0 "
                        "and at most 2147483647\n"),
-        "twice": (["--seed", "1", "--seed=2"], {}, 2, "error: --seed is given twice\n"),
     }
     with contextlib.ExitStack() as stack:
         runs = {}

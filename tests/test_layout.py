@@ -17,6 +17,9 @@ PROGRAMS = [
     "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "ddp_rpc_hybrid/sharded_table.py",
 ]  # fmt: skip
 FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
+FILES = sorted(str(path.relative_to(ROOT)) for folder in (*FOLDERS, "common", "benchmarks", "exercises")
+               for path in (ROOT / folder).rglob("*.py")
+               if not re.match(r"exercises/\d\d_", str(path.relative_to(ROOT))))  # a learner's own
 RPC = ["rpc_rl/main.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
        "model_parallel_resnet/main.py", "batch_rl/main.py", "ddp_rpc_hybrid/main.py"]
 GROUPS = [program for program in PROGRAMS if program.startswith(("ddp_basic", "p2p")) or "hybrid" in program]

@@ -268,7 +268,7 @@ def _rank_of_torchrun(waiting, args, env, stdout, stderr, start_new_session):
     process = object.__new__(subprocess.Popen)
     process.__dict__.update(args=args, returncode=None, stdin=None, stdout=None, stderr=None, _child_created=True,
                             _waitpid_lock=threading.Lock(), _sigint_wait_secs=0.25)
-    process.pid = waiting.pop().wake("run_as_main", [], args[1:], env, session=start_new_session)
+    process.pid = waiting.pop(0).wake("run_as_main", [], args[1:], env, session=start_new_session)
     return process
 
 

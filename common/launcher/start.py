@@ -26,7 +26,7 @@ from common.launcher import channel, environment, network, watch, worker
 from common.limits import refuse
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STOP_GRACE_S = 3.0  # a process that SIGTERM has not ended by then gets SIGKILL
+STOP_GRACE_S = 3.0  # a process that is killed is gone by then
 IMPORT_S = 8.0  # a tight --timeout is not for the seconds in which another terminal imports torch
 LONGEST_TEMPDIR = 70  # bytes: the name of a Unix socket has 107, of which 32 come after the folder
 # What every worker imports, the last one when it makes its first optimizer. The fork server does so
@@ -242,14 +242,12 @@ class Processes:
     def stop(self):
         """End the processes that still run, and remove what they were writing."""
         running = [process for process in self.by_rank.values() if not process.gone()]
-        for end in (psutil.Process.terminate, psutil.Process.kill):
-            deadline = time.monotonic() + STOP_GRACE_S
-            for process in running:
-                with suppress(psutil.NoSuchProcess):
-                    end(process.handle)
-            while running and time.monotonic() < deadline:
-                time.sleep(0.01)
-                running = [process for process in running if not process.gone()]
+        for process in running:
+            with suppress(psutil.NoSuchProcess):
+                process.handle.kill()  # SIGTERM would not reach one that is frozen
+        deadline = time.monotonic() + STOP_GRACE_S
+        while time.monotonic() < deadline and not all(process.gone() for process in running):
+            time.sleep(0.01)
         for process in self.by_rank.values():
             process.process.join(1.0)
             if process.process.exitcode is None:  # the fork server is frozen, and does not see it

@@ -186,10 +186,8 @@ def failure_of(rank, error, timeout):
         return watch.Failure(rank, watch.exited(status))
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return watch.Failure(rank, "cannot print: nobody reads its output any more")
-    told = "".join(traceback.format_exception(error)).rstrip()
-    if len(told) > LONGEST:
-        told = f"{told[:LONGEST // 2]}\n[...]\n{told[-LONGEST // 2:]}"
-    message, kind = str(error), type(error).__name__
+    whole = shortened("".join(traceback.format_exception(error)).rstrip())
+    message, kind = shortened(str(error)), type(error).__name__
     # What came over RPC names the worker where it was raised, with the traceback from there.
     origin = re.findall(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\s*(\w+)\((.*)", message)
     if origin:
@@ -197,15 +195,22 @@ def failure_of(rank, error, timeout):
     if kind in IN_WORDS:  # which say all
         return watch.Failure(rank, message.rstrip(")").strip("\"'") if origin else message)
     if not isinstance(error, (RuntimeError, OSError)) or not NOTICED.search(message):
-        return watch.Failure(rank, f"raised {kind}", traceback=told)
+        return watch.Failure(rank, f"raised {kind}", traceback=whole)
     if kind != "TimeoutError" and WAITED.search(message):
         at = innermost(reversed([*traceback.walk_tb(error.__traceback__)]))
         if origin:  # the traceback from there
-            lines = [f"{path}:{line}" for path, line in PLACE.findall(str(error)) if is_ours(path)]
+            lines = [f"{path}:{line}" for path, line in PLACE.findall(whole) if is_ours(path)]
             at = lines[-1].removeprefix(f"{ROOT}/") if lines else None
         return watch.Failure(rank, f"has waited for {timeout:g} s{watch.described(at)}",
-                             watch.WAITED, told)
-    return watch.Failure(rank, f"raised {kind}", watch.NOTICED, told)
+                             watch.WAITED, whole)
+    return watch.Failure(rank, f"raised {kind}", watch.NOTICED, whole)
+
+
+def shortened(text):
+    """Return a text without its middle, if it is too long to be sent."""
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[:LONGEST // 2]}\n[...]\n{text[-LONGEST // 2:]}"
 
 
 def _nobody_reads():
