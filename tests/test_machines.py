@@ -159,7 +159,7 @@ def test_a_long_cable(tmp_path):
 # --- bad cables
 
 FOR_EVER = {"rpc_rl.main": "--max_episodes 100000 --reward_threshold 499 --log_interval 1",
-            "p2p_collectives.train": "--epochs 100000 --sync per_parameter"}
+            "p2p_collectives.train": "--epochs 100000 --sync per_parameter --global_batch_size 512"}
 SLOWED = {"rpc_rl.main": "rpc_rl.main:Agent.finish_episode", "p2p_collectives.train": "p2p_collectives.train:average_gradients"}
 ROLES = {"rpc_rl.main": ["agent", "observer1"], "p2p_collectives.train": ["rank0", "rank1"]}
 

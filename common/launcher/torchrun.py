@@ -201,12 +201,13 @@ def watch_over(parent, args, names, neighbours, address, listener):
 
     threading.Thread(target=beat, daemon=True).start()
     verdict = launcher.watch({me: parent})
+    # One line on each machine: from beside the rank to blame, or where that is not here, from the
+    # first one. None if torchrun has begun to end all ranks: it shows why.
+    first = neighbours[0] == me and verdict is not None and verdict.rank not in neighbours
+    if verdict and not parent.stopping and (verdict.rank == me or first):
+        watch.report(verdict, names)
     launcher.close(verdict)
-    if verdict and not parent.stopping:
-        # One line on each machine: from beside the rank to blame, or where that is not here, from
-        # the first one.
-        if verdict.rank == me or (neighbours[0] == me and verdict.rank not in neighbours):
-            watch.report(verdict, names)
+    if verdict:
         with contextlib.suppress(OSError):
             parent.link.send(b"!")  # the rank ends
         deadline = time.monotonic() + 3 * BEAT_S
