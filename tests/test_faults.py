@@ -262,8 +262,8 @@ def test_end_of_a_group(lesson, fault, clean, tmp_path, capfd):
      ("model_parallel_resnet.schedules", "stage1", "lock")],
     [("ddp_rpc_hybrid.sharded_table", "trainer1", "lock"), ("ddp_basic.elastic", "rank1", "lock"),
      ("ddp_basic.fsdp", "rank1", "lock")],
-    [("p2p_collectives.main", "rank2", "lock"), ("p2p_collectives.ring_allreduce", "rank1", "lock"),
-     ("p2p_collectives.shared_memory", "rank1", "lock")],
+    # Not the ring: its receives have no limit of their own; and shared_memory has words of its own (TimeoutError).
+    [("p2p_collectives.main", "rank2", "lock")],
     [("p2p_collectives.train", "rank1", fault) for fault in ("lock", "loop", "lone barrier", "send without recv")],
 ], ids=lambda runs: runs[0][0])
 def test_only_waiting_tells(runs, clean, tmp_path, capfd):

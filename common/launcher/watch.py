@@ -322,7 +322,7 @@ class Decider(Launcher):
         if not self.followers or verdict is None:
             return
         self.board.store.set("verdict", json.dumps(verdict))
-        deadline = time.monotonic() + 3 * BEAT_S
+        deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and not all(
                 self.status(rank, "launcher").get("left") or not self.status(rank, "launcher")
                 or self.heard.age(f"launcher/{rank}") > SUSPECT_S for rank in self.followers):
