@@ -279,7 +279,7 @@ def test_frozen_for_a_while(frozen_s, lessons, clean, tmp_path, capfd):
     row = OF_SEVERAL[f"frozen for {'less' if frozen_s < TIMEOUT_S else 'more'} than --timeout"]
     row = row._replace(line=rf"({row.line}|{OF_A_RANK['SIGKILL'].line})")
     ends([Run(program, tmp_path, "SIGSTOP", role,
-              [(frozen_s, role, "SIGCONT"), (TIMEOUT_S + 6 - frozen_s, role, "SIGKILL")], row, TIMEOUT_S)
+              [(frozen_s, role, "SIGCONT"), (TIMEOUT_S + 6 - frozen_s, role, "SIGKILL")], row, TIMEOUT_S, pause_s=0.5)
           for program in map(named, lessons) for role in program.roles.split()], capfd)
 
 
@@ -297,7 +297,7 @@ def test_second_failure(lesson, clean, tmp_path, capfd):
     roles = {"first": [*program.raises][-1]}
     roles["second"] = [role for role in program.roles.split() if role != roles["first"]][-1]
     ends([Run(program, tmp_path, fault, roles["first"], [(pause, roles[who], name) for pause, who, name in signals],
-              OF_SEVERAL[row]) for row, (fault, signals) in SECOND_FAILURES.items()], capfd)
+              OF_SEVERAL[row], pause_s=0.5) for row, (fault, signals) in SECOND_FAILURES.items()], capfd)
 
 
 def test_standstill(clean, tmp_path, capfd):
@@ -315,9 +315,9 @@ def test_standstill(clean, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("runs", [
-    [("rpc_rl.main", 0.1), ("batch_rl.main", 0.1), ("param_server.main", 0.1)],
-    [("ddp_rpc_hybrid.main", 0.1), ("ddp_rpc_hybrid.main", 3.0)],
-    [("param_server.batch_update", 0.1), ("rpc_rnn.main", 0.1), ("model_parallel_resnet.main", 0.1)],
+    [("rpc_rl.main", 0.5), ("batch_rl.main", 0.5), ("param_server.main", 0.5)],
+    [("ddp_rpc_hybrid.main", 0.5), ("ddp_rpc_hybrid.main", 3.0)],
+    [("param_server.batch_update", 0.5), ("rpc_rnn.main", 0.5)],
 ], ids=lambda runs: runs[0][0])
 def test_no_standstill(runs, clean, tmp_path, capfd):
     """Neither is that main threads wait for a whole training, nor that steps are slow: a signal must end the run."""
