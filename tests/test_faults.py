@@ -367,7 +367,7 @@ def test_spawn_to_the_end(tmp_path, capfd):
     importlib.import_module("p2p_collectives.train").main(
         ["--epochs", "1", "--start_method", "spawn", "--output_dir", str(tmp_path)])
     out, err = capfd.readouterr()
-    assert "epoch 1" in out
+    assert "epoch  1" in out
     assert err == ""
 
 

@@ -27,6 +27,9 @@ NOTICED = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Tt]imed ?out|timeout|tensorpipe|gloo|NCCL|RPCErr|"
     r"Broken pipe|\beof\b|failed to connect|rendezvous|Socket|store")
 WAITED = re.compile(r"[Tt]imed ?out|timeout")
+# How an exception that came over RPC names the worker where it was raised; the traceback follows.
+ORIGIN = re.compile(
+    r"On WorkerInfo\(id=(?P<rank>\d+), name=[\w:-]+\):\s*(?P<kind>\w+)\((?P<message>.*)")
 PLACE = re.compile(r'File "(.+?)", line (\d+)')  # in a traceback
 
 
@@ -187,14 +190,16 @@ def failure_of(rank, error, timeout):
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return watch.Failure(rank, "cannot print: nobody reads its output any more")
     whole = shortened("".join(traceback.format_exception(error)).rstrip())
-    message, kind = shortened(str(error)), type(error).__name__
-    # What came over RPC names the worker where it was raised, with the traceback from there.
-    origin = re.findall(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\s*(\w+)\((.*)", message)
+    message, kind = str(error), type(error).__name__
+    origin = origin_of(message)
     if origin:
-        rank, kind, message = int(origin[-1][0]), *origin[-1][1:]
+        rank, kind, message = int(origin["rank"]), origin["kind"], origin["message"]
+    message = shortened(message)
     if kind in IN_WORDS:  # which say all
         return watch.Failure(rank, message.rstrip(")").strip("\"'") if origin else message)
-    if not isinstance(error, (RuntimeError, OSError)) or not NOTICED.search(message):
+    noticed = isinstance(error, ConnectionError) or (
+        isinstance(error, (RuntimeError, OSError)) and NOTICED.search(message))
+    if not noticed:
         return watch.Failure(rank, f"raised {kind}", traceback=whole)
     if kind != "TimeoutError" and WAITED.search(message):
         at = innermost(reversed([*traceback.walk_tb(error.__traceback__)]))
@@ -204,6 +209,15 @@ def failure_of(rank, error, timeout):
         return watch.Failure(rank, f"has waited for {timeout:g} s{watch.described(at)}",
                              watch.WAITED, whole)
     return watch.Failure(rank, f"raised {kind}", watch.NOTICED, whole)
+
+
+def origin_of(message):
+    """Return the match of ORIGIN that is the last one: where what came over RPC was raised."""
+    start = len(message)
+    while (start := message.rfind("On WorkerInfo(", 0, start)) >= 0:
+        if match := ORIGIN.match(message, start):
+            return match
+    return None
 
 
 def shortened(text):
