@@ -58,7 +58,7 @@ class Parser(PlainParser):
         self.distributed = distributed
         self.set_defaults(example=example, checkpoint_rank=0, default_master_addr=None,
                           world_size=1, rank=None)
-        add = self.add_argument
+        add = self.add_argument_group("flags that every program has").add_argument
         if distributed:
             processes = bounded(int, at_least=min_world_size, at_most=MOST_PROCESSES)
             found_out = "" if world_size else " (default: as many as are needed)"

@@ -23,6 +23,7 @@ import threading
 import time
 from pathlib import Path
 
+import common.program
 import torch
 import torch.distributed as dist
 from common import report, timeline, timeline_report
@@ -212,12 +213,13 @@ def main(argv=None):
         refuse("give a program of a lesson that has SPANS in its results, such as "
                "param_server/main.py, and its flags; other programs have --timeline", None)
     module = importlib.import_module(program)
-    launch = module.launch
-    module.launch = lambda run_worker, args, role_name: launch(Traced(program), args, role_name)
+    launches = module if hasattr(module, "launch") else common.program  # where it is looked up
+    launch = launches.launch
+    launches.launch = lambda run_worker, args, role_name: launch(Traced(program), args, role_name)
     try:
         return module.main(flags)
     finally:
-        module.launch = launch
+        launches.launch = launch
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common import program
 
 PAUSE_S = 0.1  # before each call of what a program does again and again: the machine has other tests to run
 
@@ -119,14 +120,15 @@ def replace(what, wrapper):
 def main(name, rank, what, slowed, *flags):
     """Run the lesson `name` with `for_ever` in place of its `run_worker`."""
     lesson = importlib.import_module(name)
-    launch = lesson.launch
+    launches = lesson if hasattr(lesson, "launch") else program  # where the name is looked up
+    launch = launches.launch
 
     def launch_for_ever(run_worker, args, role_name):
         args.lesson, args.moment, args.pause_s = name, args.output_dir / "moment", PAUSE_S
         args.raises, args.slowed = None if what == "-" else [int(rank), what], slowed.split(",")
         return launch(for_ever, args, role_name)
 
-    lesson.launch = launch_for_ever
+    launches.launch = launch_for_ever
     lesson.main(list(flags))
 
 

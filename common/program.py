@@ -1,0 +1,42 @@
+"""What the `main()` of every program ends with: it runs, or is held against one process."""
+
+import importlib
+import sys
+from pathlib import Path
+
+from common.launcher import launch
+
+
+def run_program(run_worker, args, role_name, finish):
+    """Launch a program in all of its processes, or with `--check` hold it against its oracle.
+
+    Args:
+        run_worker: what each process runs, `run_worker(rank, world_size, args)`.
+        args: the parsed flags.
+        role_name: `role_name(rank, world_size)`, for the messages.
+        finish: `finish(metrics, args)` makes of what a rank has returned what the user sees.
+
+    Returns:
+        In the process that reports, what `finish` returns, or the differences of the check; None in
+        all others.
+
+    Raises:
+        SystemExit: 1 after one line if a rank fails, or if the check does.
+    """
+    if args.check:
+        return check(run_worker, args)
+    metrics = launch(run_worker, args, role_name)
+    return None if metrics is None else finish(metrics, args)
+
+
+def check(run_worker, args):
+    """Hold the program that defines `run_worker` against its oracle.
+
+    The oracle of `X/train.py` is `check(program, args)` in `X/train_check.py` or, where there is no
+    such file, in `X/check.py`.
+    """
+    file = Path(sys.modules[run_worker.__module__].__file__)  # `__main__`, if it is a script
+    folder, name = file.parent.name, file.stem
+    own = file.with_name(f"{name}_check.py").exists()
+    oracle = importlib.import_module(f"{folder}.{name}_check" if own else f"{folder}.check")
+    return oracle.check(importlib.import_module(f"{folder}.{name}"), args)
