@@ -3,6 +3,7 @@
 HEADLINES = {  # name: (command, what makes it short, the keys that name the rows of its tables)
     "start": ("-m benchmarks.start --commands", "--ranks 2 --rounds 1", ()),
     "rpc_rl": ("rpc_rl/main.py --world_size 3", "--max_episodes 2", ()),
+    "rpc_rl_fast": ("rpc_rl/fast.py --world_size 3", "--max_episodes 2", ()),
     "rpc_rl_agents": ("-m benchmarks.rpc_rl --world_size 3", "--rounds 2 --min_steps 1",
                       ("agent",)),
     "rpc_rnn": ("rpc_rnn/main.py", "--epochs 1", ()),

@@ -16,6 +16,7 @@ another process. At the end, rank 0 gathers the spans of all processes and write
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -64,11 +65,12 @@ class Traced:
 def spans_of(program):
     """The `SPANS` of a program's results; None if there are none."""
     folder, _, name = program.partition(".")
-    results = "results" if name == "main" else f"{name}_results"
-    try:
-        return getattr(importlib.import_module(f"{folder}.{results}"), "SPANS", None)
-    except (ModuleNotFoundError, TypeError):  # no such program; a path that is in no folder
+    if importlib.util.find_spec(program) is None or not hasattr(
+            importlib.import_module(program), "role_name"):
         return None
+    own = importlib.util.find_spec(f"{folder}.{name}_results") is not None
+    results = importlib.import_module(f"{folder}.{name}_results" if own else f"{folder}.results")
+    return getattr(results, "SPANS", None)
 
 
 def wrap(spans, program):
@@ -211,7 +213,7 @@ def main(argv=None):
     program = (file or "").removesuffix(".py").replace("/", ".")
     if spans_of(program) is None:
         refuse("give a program of a lesson that has SPANS in its results, such as "
-               "param_server/main.py, and its flags; other programs have --timeline", None)
+               "param_server/main.py, and its flags", None)
     module = importlib.import_module(program)
     launches = module if hasattr(module, "launch") else common.program  # where it is looked up
     launch = launches.launch

@@ -66,7 +66,7 @@ class Program(NamedTuple):
 
 
 PROGRAMS = [
-    Program("rpc_rl.main", "--max_episodes 40 --log_interval 5 --reward_threshold 499",
+    Program("rpc_rl.fast", "--max_episodes 40 --log_interval 5 --reward_threshold 499",
             "agent observer1 observer2", 0, "rewards running_rewards running_reward env_steps"),
     Program("rpc_rnn.main", f"--epochs 6 --dropout 0.2 --nhid 32 --corpus {ROOT}/README.md",
             "ps trainer", 1, "epochs initial_val_loss perplexity sample"),

@@ -54,7 +54,7 @@ class Program(NamedTuple):
 
 PROGRAMS = [
     Program("rpc_rl.main", "--max_episodes 100000 --reward_threshold 499", "agent observer1 observer2",
-            {"agent": "rpc_rl.main:Agent.finish_episode", "observer1": "rpc_rl.fast_agent:FastObserver.run_episode"}),
+            {"agent": "rpc_rl.main:Agent.finish_episode", "observer1": "rpc_rl.main:Observer.run_episode"}),
     Program("batch_rl.main", "--observers 1 --num_episode 100000 --num_steps 20", "agent observer1",
             {"agent": "batch_rl.main:Agent.finish_episode", "observer1": "batch_rl.main:Observer.run_episode"}),
     Program("ddp_rpc_hybrid.main", "--epochs 100000", "trainer0 trainer1 master ps",

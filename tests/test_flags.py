@@ -18,7 +18,7 @@ import common
 import hypothesis
 import pytest
 import torch
-from common import data, limits, report
+from common import data, limits, program, report
 from common.vision import import_torchvision
 from hypothesis import strategies
 
@@ -34,7 +34,7 @@ from rpc_rnn.data import load_language
 from rpc_rnn.saving import LocalRNNModel
 from tests.helpers import ROOT, run
 
-# Every program, and what it calls when its input is good.
+# Every program, and what it calls when its input is good, other than `run_program`.
 PROGRAMS = {
     "batch_rl.main": ["launch"],
     "benchmarks.batch_rl": ["launch"],
@@ -64,7 +64,8 @@ PROGRAMS = {
     "p2p_collectives.train": ["launch"],
     "param_server.batch_update": ["launch"],
     "param_server.main": ["launch"],
-    "rpc_rl.main": ["launch"],
+    "rpc_rl.fast": [],
+    "rpc_rl.main": [],
     "rpc_rnn.main": ["launch"],
 }
 MEMORY_BYTES = 24_000_000_000  # whatever this machine has
@@ -184,6 +185,8 @@ def stubbed(monkeypatch, tmp_path):
     def accept(*_, **__):
         raise Accepted
 
+    for call in ("launch", "check"):
+        monkeypatch.setattr(program, call, accept)
     for name, calls in PROGRAMS.items():
         module = importlib.import_module(name)
         for call in calls:
@@ -432,7 +435,7 @@ def test_no_place_for_mnist(name, stubbed):
     ("rpc_rl.main", ["--timeout", "10000000"]),
     ("rpc_rl.main", ["--world_size", "33", "--reward_threshold", "100"]),
     ("rpc_rl.main", ["--rank", "1", "--world_size", "1000", "--master_addr", "10.0.0.7", "--reward_threshold", "4"]),
-    ("rpc_rl.main", ["--checkpoint", "y" * 225]),
+    ("rpc_rl.fast", ["--checkpoint", "y" * 225]),
     ("batch_rl.main", ["--observers", "239"]),
     ("rpc_rnn.main", ["--corpus", "text"]),
     ("rpc_rnn.main", ["--nhid", "4000"]),
@@ -466,7 +469,7 @@ def rnn_state():
 
 
 CHECKPOINTS = {
-    "rpc_rl.main": lambda: {"generators": {1: 0, 2: 0}},
+    "rpc_rl.fast": lambda: {"generators": {1: 0, 2: 0}},
     "rpc_rnn.main": rnn_state,
     "param_server.main": lambda: {"model": param_server.Net().state_dict(), "epochs": 1},
     "p2p_collectives.train": lambda: {"model": p2p_train.Net().state_dict(), "epochs": []},
@@ -509,7 +512,7 @@ def test_a_checkpoint_that_cannot_be_read(stubbed, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(torch, "load", denied)
-    assert refusal("rpc_rl.main", ["--checkpoint", "text", "--resume"], stubbed) == (
+    assert refusal("rpc_rl.fast", ["--checkpoint", "text", "--resume"], stubbed) == (
         "error: --checkpoint text must be a file that can be read (permission denied)\n")
 
 
@@ -542,7 +545,8 @@ def some_gpu(monkeypatch):
 ])
 def test_metrics_say_where_the_tensors_were(
         module, flags, backend, device, tmp_path, monkeypatch, some_gpu):
-    monkeypatch.setattr(module, "launch", lambda *_: plausible(backend))
+    launches = module if hasattr(module, "launch") else program  # where the name is looked up
+    monkeypatch.setattr(launches, "launch", lambda *_: plausible(backend))
     module.main([*flags, "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "metrics.json").read_text())["device"] == device
 

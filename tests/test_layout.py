@@ -12,7 +12,7 @@ PROGRAMS = [
     "ddp_basic/main.py", "ddp_basic/elastic.py", "ddp_basic/fsdp.py",
     "p2p_collectives/main.py", "p2p_collectives/init_methods.py", "p2p_collectives/ring_allreduce.py",
     "p2p_collectives/shared_memory.py", "p2p_collectives/train.py",
-    "rpc_rl/main.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
+    "rpc_rl/main.py", "rpc_rl/fast.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
     "model_parallel_resnet/main.py", "model_parallel_resnet/single_machine.py",
     "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "ddp_rpc_hybrid/sharded_table.py",
 ]  # fmt: skip
