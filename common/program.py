@@ -1,10 +1,13 @@
 """What the `main()` of every program ends with: it runs, or is held against one process."""
 
+import atexit
 import importlib
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from common.launcher import launch
+from common.launcher.worker import exit_now
 
 
 def run_program(run_worker, args, role_name, finish):
@@ -24,9 +27,15 @@ def run_program(run_worker, args, role_name, finish):
         SystemExit: 1 after one line if a rank fails, or if the check does.
     """
     if args.check:
-        return check(run_worker, args)
-    metrics = launch(run_worker, args, role_name)
-    return None if metrics is None else finish(metrics, args)
+        result = check(run_worker, args)
+    else:
+        metrics = launch(run_worker, args, role_name)
+        result = None if metrics is None else finish(metrics, args)
+    if dist.is_torchelastic_launched() and run_worker.__module__ == "__main__":
+        # This process was a rank. At the end Python takes itself apart around the threads of torch
+        # and of the launcher, which can abort it; the ranks of a local run leave like this, too.
+        atexit.register(exit_now, 0)
+    return result
 
 
 def check(run_worker, args):

@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from common import report
 from common.cli import Parser, bounded
-from common.launcher import launch
+from common.program import run_program
 from common.session import device_for, group_options, rpc_options, wait_all
 from torch import nn, optim
 from torch.distributed import rpc
@@ -204,11 +204,7 @@ def main(argv=None):
     """Train, or `--check`; the metrics or the differences in the process that reports, or None."""
     args = build_parser().parse_args(argv)
     require_tables(args, role_name)
-    if args.check:
-        from ddp_rpc_hybrid.check import check
-        return check(args)
-    metrics = launch(run_worker, args, role_name)
-    return None if metrics is None else results.finish(metrics, args)
+    return run_program(run_worker, args, role_name, results.finish)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import Parser
-from common.launcher import launch
+from common.program import run_program
 from common.session import backend_for, device_for, group_options
 from torch import nn, optim
 from torch.nn import functional as F
@@ -239,11 +239,7 @@ def main(argv=None):
     """Train, or `--check`; the metrics or the differences in the process that reports, or None."""
     args = build_parser().parse_args(argv)
     require_parts(args, role_name)
-    if args.check:
-        from ddp_rpc_hybrid.sharded_table_check import check
-        return check(args)
-    metrics = launch(run_worker, args, role_name)
-    return None if metrics is None else results.finish(metrics, args)
+    return run_program(run_worker, args, role_name, results.finish)
 
 
 if __name__ == "__main__":

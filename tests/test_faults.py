@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from common import cli
 from common.launcher import launch, start
 
@@ -437,6 +438,7 @@ def launcher(program, folder, timeout_s=TIMEOUT_S):
     if pid:
         return pid
     os.setsid()
+    torch.set_num_threads(1)  # the threads of OpenMP are not there any more, and it would wait for them
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
