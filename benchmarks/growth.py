@@ -84,8 +84,8 @@ GROWING = {
         (("environment steps", "environments of each of 2 observers"),
          ("環境ステップ", "オブザーバー（2個）あたりの環境数")), "--num_episode 1 --num_steps 20"),
     "rpc_rnn": Growth(
-        "rpc_rnn/main.py --world_size {n+1} --epochs 1", (1, 2, 4, 8, 15), "ranks", of_all,
-        lambda n: n, STEPS, "--bptt 200"),
+        "rpc_rnn/several_trainers.py --world_size {n+1} --epochs 1", (1, 2, 4, 8, 15), "ranks",
+        of_all, lambda n: n, STEPS, "--bptt 200"),
     "param_server": Growth(
         "param_server/main.py --world_size {n+1} --epochs 2", (1, 2, 4, 8, 15), "ranks",
         lambda metrics: metrics["samples_per_s"], lambda n: n,
@@ -100,7 +100,7 @@ GROWING = {
         (("training steps of a trainer", "rows of the table"),
          ("トレーナーあたりの訓練ステップ", "テーブルの行数")), "--epochs 2"),
     "p2p_train": Growth(
-        "p2p_collectives/train.py --world_size {n} --epochs 4", (1, 2, 4, 8, 16), "ranks",
+        "p2p_collectives/train_flat.py --world_size {n} --epochs 4", (1, 2, 4, 8, 16), "ranks",
         lambda metrics: metrics["samples_per_s"], lambda n: n,
         (("samples", "ranks"), ("サンプル", "ランク数")), "--epochs 1"),
     "ring": Growth(

@@ -1,6 +1,6 @@
-"""When does it pay to hide a message? Two rungs on two machines that are further and further apart.
+"""When does it pay to hide a message? Two variants on machines that are further and further apart.
 
-    --prefetch          5 round trips a step instead of 7 (rpc_rnn/prefetch.py)
+    prefetch.py         5 round trips a step instead of 7 of rpc_rnn/main.py
     --double_buffering  an observer plays with one half of its environments while the other half
                         waits for its actions (batch_rl/double_buffering.py)
 
@@ -34,11 +34,11 @@ RL = ("-m benchmarks.batch_rl --observers 1 --envs_per_observer {envs} --envs sy
       "--rungs vector double_buffering --num_episode {turns} --num_steps {steps}")
 WORDS = {
     "en": {"title": "Two machines: what hiding messages saves", "y": "steps/s, without = 1",
-           "x": "what the cable adds to a round trip (ms)", "prefetch": "rpc_rnn --prefetch",
+           "x": "what the cable adds to a round trip (ms)", "prefetch": "rpc_rnn/prefetch.py",
            "double_buffering": "batch_rl --double_buffering, {envs} environments"},
     "ja": {"title": "2台のマシン：通信の待ち時間を隠すと何倍速くなるか",
            "y": "ステップ/秒（隠さない場合＝1）",
-           "x": "ケーブルが往復に加える時間（ミリ秒）", "prefetch": "rpc_rnn --prefetch",
+           "x": "ケーブルが往復に加える時間（ミリ秒）", "prefetch": "rpc_rnn/prefetch.py",
            "double_buffering": "batch_rl --double_buffering、環境{envs}個"},
 }
 
@@ -126,7 +126,7 @@ def main(argv=None):
             bar.update()
     metrics = report.save_metrics(args, {"rows": rows}, backend="tensorpipe")
     plot([metrics], args)
-    print("round trip   rpc_rnn, ms a step: plain, --prefetch         "
+    print("round trip   rpc_rnn, ms a step: plain, prefetch.py        "
           "batch_rl, environment steps/s: plain, --double_buffering")
     for row in rows:
         print(f"+ {row['round_trip_ms']:4g} ms {row['plain_ms']:26.1f} {row['prefetch_ms']:8.1f}: "

@@ -41,11 +41,25 @@ def run_program(run_worker, args, role_name, finish):
 def check(run_worker, args):
     """Hold the program that defines `run_worker` against its oracle.
 
-    The oracle of `X/train.py` is `check(program, args)` in `X/train_check.py` or, where there is no
-    such file, in `X/check.py`.
+    The oracle of `X/train_flat.py` is `check(program, args)` in the first of these files that there
+    is: `X/train_flat_check.py`, `X/train_check.py`, `X/check.py`.
     """
     file = Path(sys.modules[run_worker.__module__].__file__)  # `__main__`, if it is a script
-    folder, name = file.parent.name, file.stem
-    own = file.with_name(f"{name}_check.py").exists()
-    oracle = importlib.import_module(f"{folder}.{name}_check" if own else f"{folder}.check")
-    return oracle.check(importlib.import_module(f"{folder}.{name}"), args)
+    oracle = belonging_to(file, "check")
+    program = importlib.import_module(f"{file.parent.name}.{file.stem}")
+    return importlib.import_module(f"{file.parent.name}.{oracle}").check(program, args)
+
+
+def belonging_to(file, what):
+    """The module of a program's folder that has its "check" or its "results".
+
+    Args:
+        file: the path of the program, `X/train_flat.py`.
+        what: the last word of the module's name.
+
+    Returns:
+        The first that there is of `train_flat_<what>`, `train_<what>`; `<what>` if there is none.
+    """
+    words = file.stem.split("_")
+    names = ("_".join([*words[:n], what]) for n in range(len(words), 0, -1))
+    return next((name for name in names if file.with_name(f"{name}.py").exists()), what)

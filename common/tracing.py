@@ -64,13 +64,11 @@ class Traced:
 
 def spans_of(program):
     """The `SPANS` of a program's results; None if there are none."""
-    folder, _, name = program.partition(".")
-    if importlib.util.find_spec(program) is None or not hasattr(
-            importlib.import_module(program), "role_name"):
+    module = importlib.util.find_spec(program) and importlib.import_module(program)
+    if not hasattr(module, "role_name"):
         return None
-    own = importlib.util.find_spec(f"{folder}.{name}_results") is not None
-    results = importlib.import_module(f"{folder}.{name}_results" if own else f"{folder}.results")
-    return getattr(results, "SPANS", None)
+    results = common.program.belonging_to(Path(module.__file__), "results")
+    return getattr(importlib.import_module(f"{program.partition('.')[0]}.{results}"), "SPANS", None)
 
 
 def wrap(spans, program):

@@ -69,7 +69,11 @@ PROGRAMS = [
             "parameter_server trainer1 trainer2",
             {"parameter_server": "param_server.batch_update:BatchUpdateParameterServer.update_and_fetch_model",
              "trainer2": "param_server.flat_update:use_weights"}),
-    Program("rpc_rnn.main", "--epochs 100000 --world_size 3", "ps trainer1 trainer2",
+    Program("rpc_rnn.main", "--epochs 100000", "ps trainer",
+            {"ps": "rpc_rnn.main:EmbeddingTable.forward", "trainer": "rpc_rnn.main:RNNModel.forward"}),
+    Program("rpc_rnn.prefetch", "--epochs 100000", "ps trainer",
+            {"ps": "rpc_rnn.main:Decoder.forward", "trainer": "rpc_rnn.prefetch:PrefetchingOptimizer.step"}),
+    Program("rpc_rnn.several_trainers", "--epochs 100000", "ps trainer1 trainer2",
             {"ps": "rpc_rnn.main:EmbeddingTable.forward", "trainer2": "rpc_rnn.main:RNNModel.forward"}),
     Program("model_parallel_resnet.main", "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000",
             "master worker1 worker2",
@@ -84,8 +88,12 @@ PROGRAMS = [
             {"rank1": "ddp_basic.fsdp:batches_of"}),
     Program("p2p_collectives.main", "--demo collectives --world_size 3", "rank0 rank1 rank2",
             {"rank2": "p2p_collectives.main:numbers"}),
-    Program("p2p_collectives.train", "--epochs 100000 --sync per_parameter", "rank0 rank1",
+    Program("p2p_collectives.train", "--epochs 100000", "rank0 rank1",
             {"rank1": "p2p_collectives.train:average_gradients"}),
+    Program("p2p_collectives.train_flat", "--epochs 100000", "rank0 rank1",
+            {"rank1": "p2p_collectives.train_flat:average_gradients"}),
+    Program("p2p_collectives.train_ddp", "--epochs 100000", "rank0 rank1",
+            {"rank1": "p2p_collectives.train:Net.forward"}),
     Program("p2p_collectives.ring_allreduce", "--sizes 65536 --repeats 1000000 --world_size 2", "rank0 rank1",
             {"rank1": "p2p_collectives.fast_ring:RingAllReduce.__call__"}),
     Program("p2p_collectives.shared_memory", "--sizes 65536 --repeats 1000000 --world_size 2", "rank0 rank1",
@@ -259,7 +267,7 @@ def test_end_of_a_group(lesson, fault, clean, tmp_path, capfd):
 @pytest.mark.parametrize("runs", [
     [("ddp_rpc_hybrid.main", "trainer1", "lock"), ("ddp_rpc_hybrid.main", "ps", "lock"),
      ("param_server.main", "parameter_server", "lock")],
-    [("rpc_rnn.main", "ps", "lock"), ("model_parallel_resnet.main", "worker2", "lock"),
+    [("rpc_rnn.several_trainers", "ps", "lock"), ("model_parallel_resnet.main", "worker2", "lock"),
      ("model_parallel_resnet.schedules", "stage1", "lock")],
     [("ddp_rpc_hybrid.sharded_table", "trainer1", "lock"), ("ddp_basic.elastic", "rank1", "lock"),
      ("ddp_basic.fsdp", "rank1", "lock")],
@@ -318,7 +326,7 @@ def test_standstill(clean, tmp_path, capfd):
 @pytest.mark.parametrize("runs", [
     [("rpc_rl.main", 0.5), ("batch_rl.main", 0.5), ("param_server.main", 0.5)],
     [("ddp_rpc_hybrid.main", 0.5), ("ddp_rpc_hybrid.main", 3.0)],
-    [("param_server.batch_update", 0.5), ("rpc_rnn.main", 0.5)],
+    [("param_server.batch_update", 0.5), ("rpc_rnn.several_trainers", 0.5)],
 ], ids=lambda runs: runs[0][0])
 def test_no_standstill(runs, clean, tmp_path, capfd):
     """Neither is that main threads wait for a whole training, nor that steps are slow: a signal must end the run."""

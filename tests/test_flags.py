@@ -31,7 +31,7 @@ from param_server import data as param_server_data
 from param_server import main as param_server
 from rpc_rnn import data as rpc_rnn_data
 from rpc_rnn.data import load_language
-from rpc_rnn.saving import LocalRNNModel
+from rpc_rnn.results import LocalRNNModel
 from tests.helpers import ROOT, run
 
 # Every program, and what it calls when its input is good, other than `run_program`.
@@ -57,16 +57,20 @@ PROGRAMS = {
     "model_parallel_resnet.main": ["launch"],
     "model_parallel_resnet.schedules": ["launch"],
     "model_parallel_resnet.single_machine": ["train_toy"],
-    "p2p_collectives.init_methods": ["launch"],
-    "p2p_collectives.main": ["launch"],
-    "p2p_collectives.ring_allreduce": ["launch"],
-    "p2p_collectives.shared_memory": ["launch"],
-    "p2p_collectives.train": ["launch"],
+    "p2p_collectives.init_methods": [],
+    "p2p_collectives.main": [],
+    "p2p_collectives.ring_allreduce": [],
+    "p2p_collectives.shared_memory": [],
+    "p2p_collectives.train": [],
+    "p2p_collectives.train_ddp": [],
+    "p2p_collectives.train_flat": [],
     "param_server.batch_update": ["launch"],
     "param_server.main": ["launch"],
     "rpc_rl.fast": [],
     "rpc_rl.main": [],
-    "rpc_rnn.main": ["launch"],
+    "rpc_rnn.main": [],
+    "rpc_rnn.prefetch": [],
+    "rpc_rnn.several_trainers": [],
 }
 MEMORY_BYTES = 24_000_000_000  # whatever this machine has
 HANG_S = 20  # for one call of `main`, on a machine that has much else to do
@@ -330,7 +334,7 @@ def test_one_rank_of_torchrun_says_it_for_longer(name, stubbed, torchrun):
 
 @pytest.mark.parametrize(("name", "flags"), [
     ("rpc_rl.main", ["--output_dir", "/dev/null"]),
-    ("rpc_rnn.main", ["--corpus", "nowhere"]),
+    ("rpc_rnn.several_trainers", ["--corpus", "nowhere"]),
     ("ddp_basic.main", ["--local_batch_size", LARGE]),
     ("param_server.main", ["--data_dir", "folder", "--dataset", "mnist"]),
 ])
@@ -471,8 +475,11 @@ def rnn_state():
 CHECKPOINTS = {
     "rpc_rl.fast": lambda: {"generators": {1: 0, 2: 0}},
     "rpc_rnn.main": rnn_state,
+    "rpc_rnn.prefetch": rnn_state,
+    "rpc_rnn.several_trainers": rnn_state,
     "param_server.main": lambda: {"model": param_server.Net().state_dict(), "epochs": 1},
-    "p2p_collectives.train": lambda: {"model": p2p_train.Net().state_dict(), "epochs": []},
+    **{f"p2p_collectives.{name}": lambda: {"model": p2p_train.Net().state_dict(), "epochs": []}
+       for name in ("train", "train_flat", "train_ddp")},
     "ddp_basic.elastic": lambda: {"model": elastic.build_model(0).state_dict(),
                                   "settings": settings_of_elastic()},
 }

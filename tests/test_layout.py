@@ -6,13 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
+from common.program import belonging_to
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = [
     "ddp_basic/main.py", "ddp_basic/elastic.py", "ddp_basic/fsdp.py",
     "p2p_collectives/main.py", "p2p_collectives/init_methods.py", "p2p_collectives/ring_allreduce.py",
-    "p2p_collectives/shared_memory.py", "p2p_collectives/train.py",
-    "rpc_rl/main.py", "rpc_rl/fast.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
+    "p2p_collectives/shared_memory.py", "p2p_collectives/train.py", "p2p_collectives/train_flat.py",
+    "p2p_collectives/train_ddp.py",
+    "rpc_rl/main.py", "rpc_rl/fast.py", "rpc_rnn/main.py", "rpc_rnn/prefetch.py",
+    "rpc_rnn/several_trainers.py", "param_server/main.py", "param_server/batch_update.py",
     "model_parallel_resnet/main.py", "model_parallel_resnet/single_machine.py",
     "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "ddp_rpc_hybrid/sharded_table.py",
 ]  # fmt: skip
@@ -20,9 +23,11 @@ FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
 FILES = sorted(str(path.relative_to(ROOT)) for folder in (*FOLDERS, "common", "benchmarks", "exercises")
                for path in (ROOT / folder).rglob("*.py")
                if not re.match(r"exercises/\d\d_", str(path.relative_to(ROOT))))  # a learner's own
-RPC = ["rpc_rl/main.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
+RPC = ["rpc_rl/main.py", "rpc_rnn/main.py", "rpc_rnn/several_trainers.py", "param_server/main.py", "param_server/batch_update.py",
        "model_parallel_resnet/main.py", "batch_rl/main.py", "ddp_rpc_hybrid/main.py"]
-GROUPS = [program for program in PROGRAMS if program.startswith(("ddp_basic", "p2p")) or "hybrid" in program]
+VARIANTS = {"p2p_collectives/train_flat.py", "p2p_collectives/train_ddp.py"}  # of programs that join their group
+GROUPS = [program for program in PROGRAMS if program not in VARIANTS
+          and (program.startswith(("ddp_basic", "p2p")) or "hybrid" in program)]
 PLOTTING = {"matplotlib", "sklearn", "pandas"}
 
 
@@ -43,9 +48,7 @@ def parsed(path):
 
 
 def check_of(program):
-    folder, name = program.split("/")
-    stem = name.removesuffix(".py")
-    return f"{folder}/check.py" if stem == "main" else f"{folder}/{stem}_check.py"
+    return f"{program.split('/')[0]}/{belonging_to(ROOT / program, 'check')}.py"
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

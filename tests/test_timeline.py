@@ -10,7 +10,6 @@ import time
 import pytest
 from common import timeline, timeline_report, tracing
 
-from p2p_collectives import train
 from tests.chromium import Chromium, find
 
 
@@ -149,16 +148,6 @@ def places(folder):
     return found
 
 
-@pytest.mark.parametrize(("sync", "expected"), [
-    ("flat", {"forward", "backward", "all_reduce", "step"}),
-    ("ddp", {"forward", "backward with all_reduce", "step"})])
-def test_p2p_train(sync, expected, tmp_path):
-    train.main(["--epochs", "1", "--sync", sync, "--timeline", "--output_dir", str(tmp_path)])
-    assert kinds(tmp_path) == {"rank0": expected, "rank1": expected}
-    assert (tmp_path / "timeline.png").exists()
-    assert "spans" not in json.loads((tmp_path / "metrics.json").read_text())
-
-
 BOTH = {"forward", "backward"}
 OBSERVED = {"agent": {"select_action", "finish_episode"}, "observer1": {"env.step"},
             "observer2": {"env.step"}}
@@ -178,6 +167,10 @@ TRACED = {  # flags, and what is recorded in each process
         "master": set(), "ps": {*BOTH, "step"}}),
     "ddp_basic/main.py": (["--steps", "2"], {
         f"rank{rank}": {"forward", "backward with all_reduce", "step"} for rank in range(2)}),
+    **{f"p2p_collectives/{name}.py": (["--epochs", "1"], {
+        f"rank{rank}": {*BOTH, "all_reduce", "step"} for rank in range(2)})
+       for name in ("train", "train_flat", "train_ddp")},
+    "rpc_rnn/prefetch.py": (["--epochs", "1"], {"ps": BOTH, "trainer": {*BOTH, "remote call"}}),
     "p2p_collectives/main.py": ([], {
         f"rank{rank}": {"collective", "all_reduce", *["send"] * (rank < 3), *["recv"] * (rank > 0)}
         for rank in range(4)}),
