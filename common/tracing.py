@@ -15,7 +15,7 @@ another process. At the end, rank 0 gathers the spans of all processes and write
 """
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -62,12 +62,14 @@ class Traced:
 
 
 def spans_of(program):
-    """The `SPANS` of a program's results; None if there are none."""
-    folder, _, name = program.partition(".")
-    results = "results" if name == "main" else f"{name}_results"
+    """The `SPANS` of a program's results, or of its folder's; None if there are none."""
     try:
-        return getattr(importlib.import_module(f"{folder}.{results}"), "SPANS", None)
-    except (ModuleNotFoundError, TypeError):  # no such program; a path that is in no folder
+        if importlib.util.find_spec(program) is None:
+            return None
+        own = importlib.util.find_spec(f"{program}_results")
+        results = f"{program}_results" if own else f"{program.partition('.')[0]}.results"
+        return getattr(importlib.import_module(results), "SPANS", None)
+    except (ModuleNotFoundError, ValueError):  # a path that is in no folder of a lesson, or none
         return None
 
 
