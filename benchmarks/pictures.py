@@ -1,14 +1,14 @@
 """Pictures of several runs of a command: medians with their ranges, in both languages."""
 
-import importlib
+import importlib.util
 import statistics
 
 from common import picture
 
 # Whose `plot` takes all runs. The other pictures are of one run: a timeline, or a training that is
 # the same in each run.
-FROM_ALL_RUNS = {"batch_rl", "batch_rl_16", "batch_rl_64", "rpc_rnn", "batch_update",
-                 "batch_update_tensors",
+FROM_ALL_RUNS = {"batch_rl", "batch_rl_plain", "batch_rl_16", "batch_rl_64", "rpc_rnn",
+                 "batch_update", "batch_update_tensors",
                  "ddp_rpc_hybrid", "ddp_rpc_hybrid_large", "ddp_rpc_hybrid_sparse",
                  "hybrid_sharded", "latency", "ring",
                  "ring_sizes", "shared_memory", "hierarchical", "single_machine", "pipeline"}
@@ -52,7 +52,9 @@ def plot_of(command):
     """The function that draws the pictures of a command."""
     program = program_of(command)
     if not command.startswith("-m "):  # the lessons have a module beside them that draws
-        program = f"{program}_results".replace("main_results", "results")
+        own = f"{program}_results"
+        of_folder = f"{program.split('.')[0]}.results"
+        program = own if importlib.util.find_spec(own) else of_folder
     return importlib.import_module(program).plot
 
 

@@ -430,7 +430,8 @@ def test_slow_role(lesson, role, function, words, clean, tmp_path, capfd):
     """A rank that lives, beats and keeps the others waiting is named, too: nobody takes it for dead."""
     program = named(lesson)
     if lesson == "batch_rl.main":  # another observer, to be kept waiting
-        program = program._replace(flags=f"{program.flags} --observers 2", roles=f"{program.roles} observer2")
+        program = program._replace(lesson="batch_rl.fast", flags=f"{program.flags} --observers 2",
+                                   roles=f"{program.roles} observer2")
     run = Run(program._replace(raises={role: function}), tmp_path, "sleep", role, timeout_s=TIMEOUT_S)
     run.disturb()
     err = capfd.readouterr().err

@@ -36,7 +36,11 @@ from tests.helpers import ROOT, run
 
 # Every program, and what it calls when its input is good, other than `run_program`.
 PROGRAMS = {
+    "batch_rl.double_buffering": ["launch"],
+    "batch_rl.fast": ["launch"],
     "batch_rl.main": ["launch"],
+    "batch_rl.until_solved": ["launch"],
+    "batch_rl.vector": ["launch"],
     "benchmarks.batch_rl": ["launch"],
     "benchmarks.ddp_rpc_hybrid": ["train"],
     "benchmarks.ddp_rpc_hybrid_tables": ["train"],
@@ -194,7 +198,7 @@ def stubbed(monkeypatch, tmp_path):
     for name, calls in PROGRAMS.items():
         module = importlib.import_module(name)
         for call in calls:
-            monkeypatch.setattr(module, call, accept)
+            monkeypatch.setattr(module if hasattr(module, call) else program, call, accept)
         with contextlib.suppress(ModuleNotFoundError):  # what `--check` calls
             oracle = importlib.import_module(f"{name}_check".replace("main_check", "check"))
             monkeypatch.setattr(oracle, "launch", accept, raising=False)
