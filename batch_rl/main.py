@@ -255,12 +255,14 @@ def compare(run_worker, args):
     set_observers(args)
     require_room(args)
     if args.check:
-        return program.check(run_worker, args)
+        return program.run_program(run_worker, args, role_name, finish)
     runs = {}
     for observers in args.observers:  # each starts anew: waiting processes would take time
         args.world_size = observers + 1
         runs[observers] = program.launch(run_worker, args, role_name)
-    return None if None in runs.values() else finish(runs, args)
+    metrics = None if None in runs.values() else finish(runs, args)
+    program.end_at_once(run_worker)
+    return metrics
 
 
 def main(argv=None):
