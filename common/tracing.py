@@ -11,7 +11,8 @@ What is recorded stands beside the program, in its `results.py`:
 The second kind is that of the backward of what the function returns. A third entry names the line
 of the lesson where there is none on the stack: "HybridModel.forward" calls a layer of torch's on
 another process. At the end, rank 0 gathers the spans of all processes and writes `timeline.html`,
-`timeline.json` and `timeline.png`.
+`timeline.json` and `timeline.png`. A program without results of its own has those of its folder. A
+`shown_first(spans_by_role, args)` beside `SPANS` chooses what the picture shows.
 """
 
 import functools
@@ -56,19 +57,24 @@ class Traced:
         if rank == 0 and any(gathered.values()):
             spans = {role: gathered[role] for role in roles}
             title = f"{self.program.replace('.', '/')}.py, {world_size} processes"
-            timeline_report.save(spans, args.output_dir, title, shown_first(spans),
-                                 report.machine(args))
+            choose = getattr(results_of(self.program), "shown_first", None)
+            shown = choose(spans, args) if choose else shown_first(spans)
+            timeline_report.save(spans, args.output_dir, title, shown, report.machine(args))
         return metrics
+
+
+def results_of(program):
+    """The results module of a program, or that of its folder; None if there is no such program."""
+    folder, _, name = program.partition(".")
+    if not (timeline.ROOT / folder / f"{name}.py").exists():
+        return None
+    own = (timeline.ROOT / folder / f"{name}_results.py").exists()
+    return importlib.import_module(f"{folder}.{name}_results" if own else f"{folder}.results")
 
 
 def spans_of(program):
     """The `SPANS` of a program's results; None if there are none."""
-    folder, _, name = program.partition(".")
-    results = "results" if name == "main" else f"{name}_results"
-    try:
-        return getattr(importlib.import_module(f"{folder}.{results}"), "SPANS", None)
-    except (ModuleNotFoundError, TypeError):  # no such program; a path that is in no folder
-        return None
+    return getattr(results_of(program), "SPANS", None)
 
 
 def wrap(spans, program):

@@ -13,7 +13,8 @@ PROGRAMS = [
     "p2p_collectives/main.py", "p2p_collectives/init_methods.py", "p2p_collectives/ring_allreduce.py",
     "p2p_collectives/shared_memory.py", "p2p_collectives/train.py",
     "rpc_rl/main.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
-    "model_parallel_resnet/main.py", "model_parallel_resnet/single_machine.py",
+    "model_parallel_resnet/main.py", "model_parallel_resnet/early_backward.py",
+    "model_parallel_resnet/schedules.py", "model_parallel_resnet/single_machine.py",
     "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "ddp_rpc_hybrid/sharded_table.py",
 ]  # fmt: skip
 FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
@@ -44,8 +45,8 @@ def parsed(path):
 
 def check_of(program):
     folder, name = program.split("/")
-    stem = name.removesuffix(".py")
-    return f"{folder}/check.py" if stem == "main" else f"{folder}/{stem}_check.py"
+    own = f"{folder}/{name.removesuffix('.py')}_check.py"
+    return own if (ROOT / own).exists() else f"{folder}/check.py"
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
