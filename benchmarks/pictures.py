@@ -37,23 +37,32 @@ def draw(name, command, runs, folder):
         runs: the metrics of each.
         folder: for the pictures.
     """
-    flags = command.removeprefix("-m ").split()[1:]
+    flags = untraced(command).removeprefix("-m ").split()[1:]
     program = importlib.import_module(program_of(command))
     args = program.build_parser().parse_args([*flags, "--output_dir", str(folder)])
     plot_of(command)(runs, args)
 
 
+def untraced(command):
+    """The command without `-m common.tracing`, which records a program from outside."""
+    return command.removeprefix("-m common.tracing ")
+
+
 def program_of(command):
     """`rpc_rl.main` of `rpc_rl/main.py --world_size 3`, `benchmarks.x` of `-m benchmarks.x`."""
-    return command.removeprefix("-m ").split()[0].removesuffix(".py").replace("/", ".")
+    command = untraced(command).removeprefix("-m ")
+    return command.split()[0].removesuffix(".py").replace("/", ".")
 
 
 def plot_of(command):
     """The function that draws the pictures of a command."""
     program = program_of(command)
-    if not command.startswith("-m "):  # the lessons have a module beside them that draws
-        program = f"{program}_results".replace("main_results", "results")
-    return importlib.import_module(program).plot
+    if untraced(command).startswith("-m "):
+        return importlib.import_module(program).plot
+    # The lessons have a module beside them that draws; a variant draws as what it is a variant of.
+    finish = getattr(importlib.import_module(program), "finish", None)
+    beside = f"{program}_results".replace("main_results", "results")
+    return importlib.import_module(finish.__module__ if finish else beside).plot
 
 
 def draw_consistency(runs, path):

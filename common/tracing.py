@@ -16,6 +16,7 @@ another process. At the end, rank 0 gathers the spans of all processes and write
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -62,13 +63,19 @@ class Traced:
 
 
 def spans_of(program):
-    """The `SPANS` of a program's results; None if there are none."""
+    """The `SPANS` of a program's results; None if there are none.
+
+    A variant has the results of the program that it is a variant of: where its `finish` is.
+    """
     folder, _, name = program.partition(".")
     results = "results" if name == "main" else f"{name}_results"
     try:
-        return getattr(importlib.import_module(f"{folder}.{results}"), "SPANS", None)
-    except (ModuleNotFoundError, TypeError):  # no such program; a path that is in no folder
-        return None
+        if importlib.util.find_spec(f"{folder}.{results}"):
+            return getattr(importlib.import_module(f"{folder}.{results}"), "SPANS", None)
+        finish = importlib.import_module(program).finish
+        return getattr(sys.modules[finish.__module__], "SPANS", None)
+    except (ModuleNotFoundError, AttributeError, TypeError, ValueError):
+        return None  # no such program, or none of a lesson; a path that is in no folder
 
 
 def wrap(spans, program):

@@ -62,8 +62,11 @@ PROGRAMS = {
     "p2p_collectives.ring_allreduce": ["launch"],
     "p2p_collectives.shared_memory": ["launch"],
     "p2p_collectives.train": ["launch"],
-    "param_server.batch_update": ["launch"],
-    "param_server.main": ["launch"],
+    "param_server.async_server": ["run_program"],
+    "param_server.batch_update": ["run_program"],
+    "param_server.bounded_server": ["run_program"],
+    "param_server.flat_update": ["run_program"],
+    "param_server.main": ["run_program"],
     "rpc_rl.main": ["launch"],
     "rpc_rnn.main": ["launch"],
 }
@@ -311,7 +314,7 @@ def torchrun(monkeypatch):
         monkeypatch.setenv(name, "0")
 
 
-DISTRIBUTED = [name for name, calls in PROGRAMS.items() if calls == ["launch"]]
+DISTRIBUTED = [name for name, calls in PROGRAMS.items() if calls in (["launch"], ["run_program"])]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
