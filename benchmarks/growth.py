@@ -87,7 +87,7 @@ GROWING = {
         "rpc_rnn/several_trainers.py --world_size {n+1} --epochs 1", (1, 2, 4, 8, 15), "ranks",
         of_all, lambda n: n, STEPS, "--bptt 200"),
     "param_server": Growth(
-        "param_server/main.py --world_size {n+1} --epochs 2", (1, 2, 4, 8, 15), "ranks",
+        "param_server/async_server.py --world_size {n+1} --epochs 2", (1, 2, 4, 8, 15), "ranks",
         lambda metrics: metrics["samples_per_s"], lambda n: n,
         (("samples", "trainers"), ("サンプル", "トレーナー数")), "--epochs 1"),
     "ddp_rpc_hybrid": Growth(

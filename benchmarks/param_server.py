@@ -7,7 +7,6 @@ Steps of both in turns, on as many threads.
 
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from common import report
@@ -15,11 +14,12 @@ from common.cli import bounded, refuse
 from common.data import load_data
 from common.launcher import launch
 from common.session import rpc_options
+from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
-from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional as F
 
 from param_server import main as lesson
+from param_server.async_server import AsyncOptimizer, AsyncParameterServer, AsyncTrainerNet
 from param_server.data import get_next_batch, require_inputs
 
 WARM_UP = 10  # steps that are not counted
@@ -28,7 +28,7 @@ WARM_UP = 10  # steps that are not counted
 def run_worker(rank, world_size, args):
     """The trainer steps the server's network and one of its own, in turns; milliseconds of both."""
     if rank == 0:
-        return lesson.run_parameter_server(rank, world_size, args)
+        return lesson.run_parameter_server(rank, world_size, args, AsyncParameterServer)
     rpc.init_rpc(lesson.role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args))
     metrics = measure(args)
@@ -39,16 +39,18 @@ def run_worker(rank, world_size, args):
 def measure(args):
     """What `run_worker` returns."""
     train_set, _ = load_data(args)
-    net, local = lesson.TrainerNet(args), lesson.Net()
-    opt = DistributedOptimizer(lesson.SGD, net.get_global_param_rrefs(), trainer=1, lr=args.lr,
-                               server=net.param_server_rref)
+    net, local = AsyncTrainerNet(args), lesson.Net()
+    opt = AsyncOptimizer(lesson.SGD, net.get_global_param_rrefs(), lr=args.lr)
     local_opt = torch.optim.SGD(local.parameters(), lr=args.lr)
     net.train()
     milliseconds = {"server": [], "local": []}
     for epoch in range(args.rounds):
         for data, target in get_next_batch(train_set, 1, epoch, args):
             started = time.perf_counter()
-            lesson.train_step(net, opt, data, target, args)
+            with dist_autograd.context() as cid:
+                loss = F.nll_loss(net(data), target)
+                dist_autograd.backward(cid, [loss])
+                opt.step(cid)
             half_way = time.perf_counter()
             local_opt.zero_grad()
             F.nll_loss(local(data), target).backward()
@@ -61,10 +63,8 @@ def measure(args):
 
 def build_parser():
     """The flags of param_server, whose steps are timed, and how long."""
-    parser = lesson.build_parser()
-    parser.description = __doc__
-    parser.set_defaults(example="benchmark_param_server", world_size=2,
-                        output_dir=Path("outputs", "benchmark_param_server"))
+    parser = lesson.build_parser("benchmark_param_server", __doc__)
+    parser.set_defaults(world_size=2)
     parser.add_argument("--rounds", type=bounded(int, at_least=1), default=5, metavar="N",
                         help="epochs")
     return parser

@@ -1,7 +1,8 @@
 """What does waiting for each other cost on a parameter server, and what staleness?
 
 Trainings of as many epochs, by 1, 2, 4 and 8 trainers, which share the same images: one at a time
-(lock), with gradients at most 1 and at most N-1 steps old (bounded), without a bound (async).
+(lock: main.py), with gradients at most 1 and at most N-1 steps old (bounded_server.py), without a
+bound (async_server.py).
 
     python -m benchmarks.param_server_trainers --trainers 2 4 --epochs 2
 """
@@ -14,8 +15,8 @@ from common.cli import PlainParser, bounded, require_processes, require_writable
 from common.data import add_data_flags
 from common.launcher import launch
 
+from param_server import async_server, bounded_server, results
 from param_server import main as lesson
-from param_server import results
 from param_server.data import require_inputs
 
 PASSED_ON = ("epochs", "batch_size", "lr", "seed", "device", "timeout", "dataset", "data_dir",
@@ -34,22 +35,24 @@ WORDS = {
 
 
 def ways(trainers):
-    """`{name: flags}` of the ways in which so many trainers can train."""
+    """`{name: (program, flags)}` of the ways in which so many trainers can train."""
     bounds = {ONE: 1} if trainers == 2 else {ONE: 1, OTHERS: trainers - 1} if trainers > 2 else {}
-    return {LOCK: ["--consistency=lock"],
-            **{name: ["--consistency=bounded", f"--max_staleness={bound}"]
+    return {LOCK: (lesson, []),
+            **{name: (bounded_server, [f"--max_staleness={bound}"])
                for name, bound in bounds.items()},
-            ASYNC: ["--consistency=async"]}
+            ASYNC: (async_server, [])}
 
 
 def flags_of(args):
-    """`{(trainers, way): the lesson's flags}`."""
+    """`{(trainers, way): (program, its flags)}`."""
     passed_on = [f"--{name}={getattr(args, name)}" for name in PASSED_ON]
-    parse = lesson.build_parser().parse_args
-    found = {(trainers, way): parse(["--world_size", str(trainers + 1), *flags, *passed_on])
-             for trainers in args.trainers for way, flags in ways(trainers).items()}
-    for flags in found.values():
-        require_inputs(flags, lesson.Net)
+    found = {}
+    for trainers in args.trainers:
+        for way, (program, more) in ways(trainers).items():
+            flags = program.build_parser().parse_args(
+                ["--world_size", str(trainers + 1), *more, *passed_on])
+            require_inputs(flags, lesson.Net)
+            found[trainers, way] = program, flags
     return found
 
 
@@ -57,15 +60,17 @@ def measure(args):
     """A row for each number of trainers and way; all of them in each round."""
     runs = {}
     for round_ in range(1, args.rounds + 1):
-        for (trainers, way), flags in flags_of(args).items():
-            metrics = results.summary(launch(lesson.run_worker, flags, lesson.role_name), flags)
+        for (trainers, way), (program, flags) in flags_of(args).items():
+            metrics = results.summary(launch(program.run_worker, flags, program.role_name), flags)
             runs.setdefault((trainers, way), []).append(metrics)
             report.log("benchmark", f"round {round_}: {trainers} trainers, {way}: "
                        f"{metrics['samples_per_s']:.0f} samples/s")
+    none = {"mean": 0.0, "max": 0}  # with lock, nobody steps in between
     return [{"trainers": trainers, "consistency": way,
              "samples_per_s": statistics.median(run["samples_per_s"] for run in of_way),
-             "staleness_mean": statistics.median(run["staleness"]["mean"] for run in of_way),
-             "staleness_max": max(run["staleness"]["max"] for run in of_way),
+             "staleness_mean": statistics.median(run.get("staleness", none)["mean"]
+                                                 for run in of_way),
+             "staleness_max": max(run.get("staleness", none)["max"] for run in of_way),
              "test_accuracy": statistics.median(run["test_accuracy"] for run in of_way),
              "rounds": [run["samples_per_s"] for run in of_way]}
             for (trainers, way), of_way in runs.items()]

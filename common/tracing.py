@@ -69,6 +69,8 @@ def results_of(program):
     module = importlib.util.find_spec(program) and importlib.import_module(program)
     if not hasattr(module, "role_name"):
         return None
+    if getattr(module, "finish", None) and module.finish.__module__ != program:
+        return sys.modules[module.finish.__module__]
     results = common.program.belonging_to(Path(module.__file__), "results")
     return importlib.import_module(f"{program.partition('.')[0]}.{results}")
 

@@ -2,7 +2,7 @@ r"""A parameter server that updates once per batch of trainers (tutorial 6_8, fi
 
 Every trainer has a model of its own, computes a gradient with its own images, and asks the server
 for new weights. The answer is a future: the server adds up the gradients as they come, and the last
-one of a batch makes the step for all. `flat_update.py` sends one tensor each way, not hundreds.
+one of a batch makes the step for all.
 
     rank 0 "parameter_server"                              rank 1 "trainer1", rank 2, ...
     +---------------------------------------+              +----------------------------------+
@@ -16,24 +16,24 @@ one of a batch makes the step for all. `flat_update.py` sends one tensor each wa
 
     python param_server/batch_update.py --world_size 6         one server, five trainers, ResNet50
     python param_server/batch_update.py --arch resnet18        a smaller model
-    python param_server/batch_update.py --send tensors         without `flat_update.py`
-    python param_server/batch_update.py --timeline             a per-process timeline, as a picture
     python param_server/batch_update.py --check                every number, against one process
     torchrun --nproc_per_node 6 param_server/batch_update.py   under torchrun
     python param_server/batch_update.py --world_size 6 --rank 1 \
         --master_addr HOST --master_port 29500                 manual launch
 
 Last line, about:
-    resnet50, 5 trainers: 2.6 s per update in the median, 945 MB each; loss 0.580 -> 0.179
+    resnet50, 5 trainers: 2.3 s per update in the median, 945 MB each; loss 0.580 -> 0.179
+
+flat_update.py sends one tensor each way, not hundreds.
 """
 
 import threading
 import time
 
 import torch
-from common import report, timeline
+from common import report
 from common.cli import Parser, bounded
-from common.launcher import launch
+from common.program import run_program
 from common.session import device_for, rpc_options, wait_all
 from common.vision import import_torchvision
 from torch import nn, optim
@@ -49,17 +49,17 @@ TRAINER_NAME = "trainer{}"
 
 
 def role_name(rank, world_size):
-    """Rank 0 is the server, all others are trainers."""
+    """Name the ranks: 0 is the server, all others are trainers."""
     return SERVER_NAME if rank == 0 else TRAINER_NAME.format(rank)
 
 
 def build_model(args):
-    """The ResNet of `--arch`."""
+    """Make the ResNet of `--arch`."""
     return import_torchvision().models.get_model(args.arch, num_classes=args.num_classes)
 
 
 def running_statistics(model):
-    """BatchNorm's means and variances for evaluation: learned, but not by gradients."""
+    """Return BatchNorm's means and variances for evaluation: learned, but not by gradients."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
@@ -80,7 +80,7 @@ class BatchUpdateParameterServer:
         self.sums = [*(p.grad for p in self.model.parameters()), *self.statistics]
 
     def get_model(self):
-        """The numbers of the model, a list: parameters, then running statistics."""
+        """Return the numbers of the model, a list: parameters, then running statistics."""
         # Tutorial: the module itself, pickled again in each update.
         return [*(p.detach() for p in self.model.parameters()), *running_statistics(self.model)]
 
@@ -97,25 +97,22 @@ class BatchUpdateParameterServer:
         """
         arrived = time.perf_counter()
         with self.lock:  # the sum, too: of two additions at the same time one could be lost
-            with timeline.span("add", trainer=rank):
-                for total, g in zip(self.sums, grads, strict=True):
-                    total += g
+            for total, g in zip(self.sums, grads, strict=True):
+                total += g
             self.arrived.add(rank)
             fut = self.future_model
             # Of what completes the future, each trainer gets its part.
             answer = fut.then(lambda fut: (fut.wait()[0], fut.wait()[1] - arrived))
             if len(self.arrived) < self.batch_update_size:
                 return answer
-            with timeline.span("step"):
-                for total in self.sums:
-                    total /= self.batch_update_size
-                self.optimizer.step()
-                # Tutorial: nothing. The trained model would be useless in evaluation mode.
-                for buffer, mean in zip(running_statistics(self.model), self.statistics,
-                                        strict=True):
-                    buffer.copy_(mean)
-                for total in self.sums:
-                    total.zero_()
+            for total in self.sums:
+                total /= self.batch_update_size
+            self.optimizer.step()
+            # Tutorial: nothing. The trained model would be useless in evaluation mode.
+            for buffer, mean in zip(running_statistics(self.model), self.statistics, strict=True):
+                buffer.copy_(mean)
+            for total in self.sums:
+                total.zero_()
             self.arrived, self.future_model = set(), Future()  # for the next batch
         # Tutorial: inside the lock, where RPC then sends all the answers.
         # No copy: all trainers have this model before the last of them sends its next gradients.
@@ -157,21 +154,19 @@ class Trainer:
                 tensor.copy_(new)
 
     def get_gradients(self):
-        """What the server's `update_and_fetch_model` takes, on the CPU."""
+        """Return what the server's `update_and_fetch_model` takes, on the CPU."""
         return [*(p.grad.cpu() for p in self.m.parameters()),
                 *(buffer.cpu() for buffer in running_statistics(self.m))]
 
     def train(self):
-        """All updates; the `step_stats` of each: its loss, and its moments in seconds."""
+        """Make all updates; return of each its loss, and its moments in seconds."""
         self.set_model(self.ps_rref.rpc_sync().get_model())
         step_stats = []
         for update, (inputs, labels) in enumerate(self.get_next_batch(), start=1):
             started = time.perf_counter()
-            with timeline.span("forward", update=update):
-                loss = self.loss_fn(self.m(inputs), labels)
-            with timeline.span("backward", update=update):
-                self.m.zero_grad(set_to_none=False)  # Tutorial: a new module in each update.
-                loss.backward()
+            loss = self.loss_fn(self.m(inputs), labels)
+            self.m.zero_grad(set_to_none=False)  # Tutorial: a new module in each update.
+            loss.backward()
             loss = report.require_finite(loss, f"at update {update}")
             grads = self.get_gradients()
             computed = time.perf_counter()
@@ -182,21 +177,19 @@ class Trainer:
         return step_stats
 
 
-def run_trainer(ps_rref, args):
-    """Called on every trainer's process, for the length of the whole training."""
-    from param_server.flat_update import FlatTrainer
-
-    trainer = (FlatTrainer if args.send == "flat" else Trainer)(ps_rref, args)
-    step_stats = trainer.train()
-    return {"updates": step_stats, "peak_memory": peak_memory(), "spans": timeline.recorded()}
+def run_trainer(ps_rref, args, trainer_class):
+    """Train, on a trainer's process, in one call for the length of the whole training."""
+    step_stats = trainer_class(ps_rref, args).train()
+    return {"updates": step_stats, "peak_memory": peak_memory()}
 
 
-def run_ps(server, args):
-    """On the server: let all trainers train at the same time; what they return."""
+def run_ps(server, args, trainer_class):
+    """Let all trainers train at the same time; return what they return."""
     ps_rref = RRef(server)
     names = [TRAINER_NAME.format(rank) for rank in range(1, args.world_size)]
     # Tutorial: the default of 60 s, for a training of any length. Every update in it has --timeout.
-    futs = [rpc.rpc_async(name, run_trainer, args=(ps_rref, args), timeout=0) for name in names]
+    futs = [rpc.rpc_async(name, run_trainer, args=(ps_rref, args, trainer_class), timeout=0)
+            for name in names]
     try:
         return wait_all(futs)
     except RuntimeError as error:
@@ -207,28 +200,24 @@ def run_ps(server, args):
                            ) from None
 
 
-def run_worker(rank, world_size, args):
-    """Rank 0 serves, starts the trainers and returns what is measured."""
-    from param_server.flat_update import FlatParameterServer
-
-    if args.timeline:
-        timeline.start(role_name(rank, world_size))
+def run_worker(rank, world_size, args, server_class=BatchUpdateParameterServer,
+               trainer_class=Trainer):
+    """Serve on rank 0, start the trainers and return what is measured."""
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args))
     if rank == 0:
-        plain = args.send == "tensors"
-        server = (BatchUpdateParameterServer if plain else FlatParameterServer)(args)
-        trainers = run_ps(server, args)
+        server = server_class(args)
+        trainers = run_ps(server, args, trainer_class)
     rpc.shutdown()  # waits for everyone: until then, the trainers do what they are asked
     if rank != 0:
         return None
-    return {"trainers": trainers, "peak_memory": peak_memory(), "spans": timeline.recorded(),
+    return {"trainers": trainers, "peak_memory": peak_memory(),
             "model_bytes": sum(tensor.nbytes for tensor in server.get_model())}
 
 
-def build_parser():
-    """The flags of this example."""
-    parser = Parser("param_server_batch_update", __doc__, world_size=6, min_world_size=2)
+def build_parser(example="param_server_batch_update", description=__doc__):
+    """Return the parser, with the flags of this example."""
+    parser = Parser(example, description, world_size=6, min_world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--arch", choices=["resnet18", "resnet50"], default="resnet50", help="the model")
     add("--batch_size", type=bounded(int, at_least=2), default=20, metavar="N",
@@ -237,9 +226,6 @@ def build_parser():
         help="height and width of an image")
     add("--num_classes", type=count, default=30, metavar="N", help="classes of images")
     add("--num_updates", type=count, default=6, metavar="N", help="steps of the server")
-    add("--send", choices=["tensors", "flat"], default="flat",
-        help="what travels: a tensor for each parameter, or a single one")
-    add("--timeline", action="store_true", help="draw a timeline of every process (PNG and JSON)")
     add("--lr", type=bounded(float, above=0), default=0.001,
         help="learning rate of SGD; the momentum is 0.9")
     return parser
@@ -249,12 +235,7 @@ def main(argv=None):
     """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     require_sizes(args)
-    if args.check:
-        from param_server.batch_update_check import check
-
-        return check(args)
-    metrics = launch(run_worker, args, role_name)
-    return None if metrics is None else finish(metrics, args)
+    return run_program(run_worker, args, role_name, finish)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The oracle of `batch_update.py`: one process without RPC that steps with the mean gradients.
+"""The oracle of the batched updates: one process without RPC that steps with the mean gradients.
 
 `batch_update_recording.py` runs the lesson's own training in its own processes. All is in double
 precision: fifty BatchNorms in training mode magnify the rounding of single precision beyond any
@@ -6,6 +6,8 @@ tolerance that could tell it from a mistake. The sizes of batches and images are
 numbers fit into one process.
 """
 
+import functools
+import importlib
 import itertools
 import statistics
 
@@ -14,7 +16,6 @@ from common.launcher import launch
 from common.oracle import Comparison, verdict
 from common.vision import import_torchvision
 
-from param_server import batch_update as lesson
 from param_server import batch_update_results as results
 from param_server.batch_update_recording import flat, record_run, sums_of
 
@@ -93,7 +94,7 @@ def planned_batches(rank, args):
 
 def compare(recording, measured, args):
     """Hold every number of the recording against one process; the findings."""
-    findings = Comparison(f"{args.world_size} processes ({args.send})", "one process")
+    findings = Comparison(f"{args.world_size} processes", "one process")
     alone = single_process(args)
     plans, updates = alone["plans"], range(args.num_updates)
     trainers = dict(zip(plans, measured["trainers"], strict=True))
@@ -181,16 +182,22 @@ def compare_moments(findings, measured):
 # --- the command
 
 
-def record(rank, world_size, args):
-    """The worker of a check; on rank 0, the findings."""
+def record(program, rank, world_size, args):
+    """Record a program's run in each process; on rank 0, return the findings."""
     torch.set_default_dtype(torch.float64)
-    measured, recording = record_run(rank, world_size, args)
+    measured, recording = record_run(importlib.import_module(program), rank, world_size, args)
     return compare(recording, measured, args) if rank == 0 else None
 
 
-def check(args):
-    """Train for a few updates, and hold every number against one process; the differences."""
+def check(program, args):
+    """Train for a few updates, and hold every number against one process; the differences.
+
+    Args:
+        program: the module of batch_update.py or flat_update.py.
+        args: the parsed flags.
+    """
     args.num_updates = UPDATES[args.arch]
     args.batch_size = min(args.batch_size, BATCH_SIZE)
     args.image_size = min(args.image_size, IMAGE_SIZE)
-    return verdict(launch(record, args, lesson.role_name))
+    worker = functools.partial(record, program.__name__)
+    return verdict(launch(worker, args, program.role_name))

@@ -1,4 +1,4 @@
-"""What `batch_update.py --check` records of a training: the lesson's own, in its own processes.
+"""What `--check` of the batched updates records of a training: the lesson's own, in its processes.
 
 PyTorch's hooks see what the trainers compute with, and on the server the gradients and weights of
 each step. All trainers are let in at the same moment: an addition without the lock would be seen.
@@ -33,13 +33,13 @@ class Recording:
 recording = Recording()  # of this process
 
 
-def record_run(rank, world_size, args):
-    """Run the lesson's worker; what it returns, and the `Recording` of this process."""
+def record_run(program, rank, world_size, args):
+    """Run the worker of a program; what it returns, and the `Recording` of this process."""
     if rank == 0:
         record_server()
     else:
         record_trainer()
-    return lesson.run_worker(rank, world_size, args), recording
+    return program.run_worker(rank, world_size, args), recording
 
 
 def running_statistics(model):
@@ -78,8 +78,8 @@ def record_trainer():
     def after_backward(_):
         recording.forwards[-1]["ended"] = time.perf_counter()
 
-    def run_trainer(ps_rref, args):
-        return {**honest(ps_rref, args), "forwards": recording.forwards}
+    def run_trainer(*arguments):
+        return {**honest(*arguments), "forwards": recording.forwards}
 
     every_module.register_module_forward_pre_hook(before_forward)
     lesson.run_trainer = run_trainer
@@ -89,7 +89,7 @@ def record_server():
     """A hook on the optimizer, and a wrapper around what the trainers call."""
     honest = lesson.run_ps
 
-    def run_ps(server, args):
+    def run_ps(server, args, trainer_class):
         named = dict(server.model.named_parameters())
 
         def after_step(*_):
@@ -100,7 +100,7 @@ def record_server():
         every_optimizer.register_optimizer_step_post_hook(after_step)
         server.update_and_fetch_model = meeting(server, args.world_size - 1)
         server.sums = [Watched(total, server.lock) for total in server.sums]
-        trained = honest(server, args)
+        trained = honest(server, args, trainer_class)
         recording.final_statistics = flat(running_statistics(server.model))
         return trained
 

@@ -1,4 +1,4 @@
-"""What `batch_update.py` reports: the metrics, the pictures, the last line."""
+"""What the batched updates report: the metrics, the pictures, the last line."""
 
 import statistics
 import sys
@@ -8,7 +8,11 @@ from common import picture, report, timeline_report
 
 SPENT = {"compute": {"color": "C0"}, "transfer": {"color": "C5", "hatch": "////"},
          "waiting": {"color": timeline_report.IDLE}}
-TIMELINE_TITLE = {"en": "{arch}: the last updates", "ja": "{arch}：最後の更新"}
+# What a timeline shows (common/tracing.py): the trainers compute, the server steps for all of them.
+SPANS = {
+    "torchvision.models.resnet:ResNet.forward": ["forward", "backward", "Trainer.train"],
+    "torch.optim:SGD.step": ["step", None, "BatchUpdateParameterServer.update_and_fetch_model"],
+}
 WORDS = {
     "en": {"title": "{arch}, {trainers} trainers: what an update is spent on", "x": "update",
            "y": "seconds, mean of the trainers", "compute": "compute", "transfer": "transfer",
@@ -20,7 +24,7 @@ WORDS = {
 
 
 def peak_memory():
-    """Of this process until now, in bytes."""
+    """Return the peak of this process until now, in bytes."""
     import resource  # not on Windows, where `common` says in words what to do
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -67,11 +71,6 @@ def finish(measured, args):
     metrics = {**summary(measured, args), "wall_s": measured["wall_s"]}
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot([metrics], args)
-    spans = dict(measured["spans"])
-    for trainer in measured["trainers"]:
-        spans.update(trainer["spans"])
-    if spans:
-        draw_timeline(spans, args)
     typical = {what: statistics.median(metrics[what]) for what in SPENT}
     spent = ", ".join(f"{what} {seconds / sum(typical.values()):.0%}"
                       for what, seconds in typical.items())
@@ -102,15 +101,3 @@ def plot(runs, args):
             axes.errorbar(updates, medians, errors, fmt="none", ecolor="0.2", capsize=4)
         axes.set_xticks(updates)
         axes.grid(visible=False, axis="x")
-
-
-def draw_timeline(spans, args):
-    """Draw and write the last two updates, from the moment at which the one before was done."""
-    steps = [span["end"] for span in spans["parameter_server"] if span["kind"] == "step"]
-    began = min(span["start"] for lane in spans.values() for span in lane)
-    window = (steps[-3] if len(steps) > 2 else began, steps[-1])
-    title = {language: text.format(arch=args.arch) for language, text in TIMELINE_TITLE.items()}
-    shares = timeline_report.save(spans, args.output_dir, title, {"": window},
-                                  report.machine(args))
-    report.log("parameter_server",
-               "idle: " + ", ".join(f"{role} {share:.0%}" for role, share in shares[""].items()))

@@ -1,26 +1,35 @@
-"""The oracle of `main.py`: one process without RPC that makes every update of the training again.
+"""The oracle of the parameter servers of 6_6: one process without RPC makes every update again.
 
 `recording.py` runs the lesson's own loop in its own processes. Here, one process computes the same
 updates, in the order in which the trainers came and dropout drew, and every number is compared.
+
+How old the weights of a gradient were is not counted as the server counts it, but taken from the
+weights that each forward has read: they are looked up among those after every step.
 
 All is in double precision. In single precision, rounding now and then lets another pixel win in a
 max-pooling, and a gradient then differs by more than some mistakes make of it.
 """
 
+import collections
+import functools
+import importlib
+import itertools
+import os
+
 import joblib
 import torch
 from common.launcher import launch
 from common.oracle import Comparison, verdict
-from torch import distributed as dist
 from torch.nn import functional as F
 
 from param_server import main as lesson
-from param_server.metrics_check import compare_metrics, compare_moments
-from param_server.recording import EPOCHS, LAYERS, record_run, small_data, smaller
-from param_server.staleness_check import compare_staleness, compare_turns, compare_weights_read
+from param_server import results
+from param_server.recording import BATCH_SIZE, EPOCHS, LAYERS, record_run, small_data
 
 DOUBLE = "double precision"
-WAYS = ("async", "bounded", "lock")
+# How many steps old the weights of a gradient may be; None: as old as they become.
+BOUND = {"param_server.main": lambda args: 0, "param_server.async_server": lambda args: None,
+         "param_server.bounded_server": lambda args: args.max_staleness}
 
 
 # --- one process, which knows of the lesson only the flags and the initial weights
@@ -120,11 +129,11 @@ def log_probabilities(weights, images, masks=(1.0, 1.0)):
 
 def compare(recording, args):
     """Hold every number of the recording against one process; the findings."""
-    findings = Comparison(f"{args.world_size} processes ({args.consistency})", "one process")
+    findings = Comparison(f"{args.world_size} processes ({results.CONSISTENCY[args.example]})",
+                          "one process")
     ranks = range(1, args.world_size)
     forwards, stepped, draws = recording.in_order(ranks)
-    one_at_a_time = args.consistency == "lock" or len(ranks) == 1 or (
-        args.consistency == "bounded" and args.max_staleness == 0)
+    one_at_a_time = len(ranks) == 1 or args.bound == 0
     order = [(rank, None if one_at_a_time else forwards[rank][step]["weights"])
              for rank, step in stepped]
     device = recording.steps[0]["weights"]["fc2.bias"].device if recording.steps else "cpu"
@@ -140,7 +149,7 @@ def compare(recording, args):
         {rank: [step for who, step in stepped if who == rank] for rank in ranks},
         {rank: list(range(len(plans[rank]))) for rank in ranks}),
         "each gradient reaches the server's weights once: none is lost, none is doubled")
-    if args.consistency == "lock":
+    if args.bound == 0:
         compare_turns(findings, recording)
     compare_weights_read(findings, recording, alone)
     compare_staleness(findings, recording, args)
@@ -204,34 +213,136 @@ def compare_accuracy(findings, recording, alone, images, labels):
                    f"images ({undecided:.6f} are too close to tell)")
 
 
+def compare_turns(findings, recording):
+    """After the forward of a step, that step comes next."""
+    events = [(what, context) for what, context in recording.events if context is not None]
+    mixed = sum(first != ("forward", second[1]) or second[0] != "step"
+                for first, second in zip(events[::2], events[1::2], strict=False))
+    findings.holds("turns", mixed == 0, f"{len(recording.steps)} updates: between forward and "
+                   f"step, another trainer came {mixed} times")
+
+
+def compare_weights_read(findings, recording, alone):
+    """What a forward has read are the weights after one step, between its beginning and its end.
+
+    Which step that is, is kept in the forward, as "version"; 0 are the initial weights.
+    """
+    versions = [alone["initial"], *alone["weights"]]
+    sizes = {name: weight.abs().max() for name, weight in versions[0].items()}
+    worst, where, count = 0.0, "", 0
+    for number, forward in enumerate(recording.forwards, start=1):
+        last = min(forward["begun"], len(versions) - 1)
+        possible = range(min(forward["ended"], last), last + 1)
+        off = {version: {name: ((read - versions[version][name]).abs().max() / sizes[name]).item()
+                         for name, read in forward["weights"].items()} for version in possible}
+        forward["version"] = min(possible, key=lambda version: max(off[version].values()))
+        name, largest = max(off[forward["version"]].items(), key=lambda pair: pair[1])
+        if not largest <= 1e-9 and not where:
+            where = (f"first differs at forward {number} (trainer{forward['context'] >> 48}), "
+                     f"{name}: by {largest:.1e}; ")
+        worst = max(worst, largest)
+        count += sum(read.numel() for read in forward["weights"].values())
+    findings.holds("weights read", count and not where, f"{where}{count} numbers of "
+                   f"{len(recording.forwards)} forwards: differ by {worst:.1e} from those after a "
+                   "step, at most 1e-09 of the largest (double precision; others are further off)")
+
+
+def compare_staleness(findings, recording, args):
+    """How old the weights of each gradient were; none older than K; others could go on."""
+    version = {forward["context"]: forward["version"] for forward in recording.forwards}
+    ages = {rank: collections.Counter() for rank in range(1, args.world_size)}
+    for number, step in enumerate(recording.steps):
+        ages[step["context"] >> 48][number - version.get(step["context"], 0)] += 1
+    counted = [sum(ages.values(), collections.Counter()), *ages.values()]
+    reported = results.summary(recording.metrics, args)
+    if "staleness" in reported:  # the turns of main.py leave nothing to count
+        rows = [reported, *reported["per_trainer"]]
+        findings.equal("staleness", [row["staleness"]["histogram"] for row in rows],
+                       [{str(age): n for age, n in sorted(counts.items())} for counts in counted],
+                       "as the weights that each forward read show", "histogram")
+        each = [list(counts.elements()) for counts in counted]  # a number for each gradient
+        findings.close("staleness, mean and largest",
+                       [[row["staleness"][what] or 0 for what in ("mean", "max")] for row in rows],
+                       [[sum(of) / max(1, len(of)), max(of, default=0)] for of in each], 1e-9,
+                       "of all and of each", "row")
+    if args.bound is not None:
+        findings.holds("bound", max(counted[0], default=0) <= args.bound, f"weights of a gradient "
+                       f"were at most {max(counted[0], default=0)} steps old, {args.bound} allowed")
+    if recording.rested:
+        expected, made = recording.rested["expected"], recording.rested["made"]
+        findings.holds("overlap", made >= expected, "during the first forward of trainer1, "
+                       f"others made {made} steps, {expected} expected")
+
+
+def compare_metrics(findings, recording, alone, args):
+    """What is written to metrics.json."""
+    reported, plans = results.summary(recording.metrics, args), alone["plans"]
+    losses = {rank: [] for rank in plans}
+    for of_update in alone["losses"]:
+        for name, loss in of_update.items():
+            losses[int(name.removeprefix("trainer"))].append(loss)
+    means = []
+    for epoch in range(EPOCHS):
+        of_epoch = []
+        for of_trainer in losses.values():
+            n_steps = len(of_trainer)
+            of_epoch += of_trainer[epoch * n_steps // EPOCHS : (epoch + 1) * n_steps // EPOCHS]
+        means.append(sum(of_epoch) / max(1, len(of_epoch)))
+    findings.close("mean losses", [epoch["loss"] for epoch in reported["epochs"]], means, 1e-9,
+                   "over the batches of all trainers", "epoch")
+    samples = {rank: sum(len(labels) for _, labels in plan) for rank, plan in plans.items()}
+    times = [time for trainer in reported["per_trainer"] for time in trainer["times"]]
+    started = min(trainer["started"] for trainer in reported["per_trainer"])
+    speed = sum(samples.values()) / (max(times) - started)
+    findings.close("counts", [[reported["updates"], reported["samples_per_s"]],
+                              *([trainer["rank"], trainer["samples"], len(trainer["times"])]
+                                for trainer in reported["per_trainer"])],
+                   [[sum(map(len, plans.values())), speed],
+                    *([rank, samples[rank], len(plan)] for rank, plan in plans.items())],
+                   1e-9, "updates and samples of all and of each, samples/s", "row")
+
+
+def compare_moments(findings, recording, forwards, stepped, args):
+    """The times of which samples/s are made, on the clock of this machine."""
+    if os.environ["LOCAL_WORLD_SIZE"] != str(args.world_size):
+        return  # several machines have several clocks
+    wrong = 0
+    for trainer in recording.metrics["per_trainer"]:
+        rank = trainer["rank"]
+        began = [forward["began"] for forward in forwards[rank]]
+        ended = [step["moment"] for place, step in zip(stepped, recording.steps, strict=False)
+                 if place[0] == rank]
+        times = [step["time"] for epoch in trainer["steps"] for step in epoch]
+        met = recording.gathered[0] if recording.gathered else float("inf")
+        moments = [met, trainer["started"]]
+        for of_step in zip(began, ended, times, strict=False):
+            moments += of_step
+        wrong += sum(after < before - 1e-3 for before, after in itertools.pairwise(moments))
+    findings.holds("moments", wrong == 0, "all met, a trainer started, and each of its steps had "
+                   f"its forward, its end on the server, its end: {wrong} in another order")
+
+
 # --- the command
 
 
-def record(rank, world_size, args):
-    """The worker of a check; on rank 0, the findings."""
+def record(program, rank, world_size, args):
+    """Record a program's run in each process; on rank 0, return the findings."""
     torch.set_default_dtype(torch.float64)
-    recording = record_run(rank, world_size, args)
+    recording = record_run(importlib.import_module(program), rank, world_size, args)
     if rank != 0:
         return None
     torch.set_num_threads(joblib.cpu_count())  # the others have ended
     return compare(recording, args)
 
 
-def check(args):
+def check(program, args):
     """Train for a few steps, and hold every number against one process; the differences.
 
-    In all ways, or in that of `--consistency bounded` or `lock` alone.
+    Args:
+        program: the module of main.py, async_server.py or bounded_server.py.
+        args: the parsed flags.
     """
-    one_launch = dist.is_torchelastic_launched() or args.rank is not None
-    ways = [args.consistency] if one_launch or args.consistency != "async" else WAYS
-    findings = Comparison(f"{args.world_size} processes ({', '.join(ways)})", "one process")
-    for way in ways:
-        flags = smaller(args, way, is_first=way == ways[0])
-        compared = launch(record, flags, lesson.role_name)
-        if compared is None:
-            return None
-        findings.findings += [{**finding, "what": f"{way}, {finding['what']}"}
-                              for finding in compared["findings"]]
-        if not all(finding["holds"] for finding in findings.findings):
-            break  # what is wrong in one way would only take longer in the others
-    return verdict(findings.as_dict())
+    args.batch_size = min(args.batch_size, BATCH_SIZE)
+    args.bound = BOUND[program.__name__](args)
+    worker = functools.partial(record, program.__name__)
+    return verdict(launch(worker, args, program.role_name))

@@ -1,8 +1,8 @@
-"""The images of each trainer of tutorial 6_6, and those of tutorial 6_8's models."""
+"""The images of each trainer of tutorial 6_6, and what cannot be trained on, in both tutorials."""
 
 import torch
 from common import checkpoint
-from common.cli import given, on_cpu, ranks_here, refuse, require_memory, starts_rank
+from common.cli import given, ranks_here, refuse, require_memory, starts_rank
 from common.data import fetch_data, load_data
 
 
@@ -26,9 +26,6 @@ def get_next_batch(train_set, rank, epoch, args):
 
 def require_inputs(args, make_model):
     """Fetch the images if need be; refuse too many trainers, and a checkpoint that does not fit."""
-    if args.max_staleness is not None and args.consistency != "bounded":
-        refuse(f"{given(args, 'max_staleness')} requires --consistency bounded")
-    args.max_staleness = 1 if args.max_staleness is None else args.max_staleness
     fetch_data(args)
     if starts_rank(args, 1) and args.world_size - 1 > (n_samples := len(load_data(args)[0])):
         refuse(f"{given(args, 'world_size')} must be at most {n_samples + 1}: every trainer needs "
@@ -40,14 +37,9 @@ def require_inputs(args, make_model):
 
 
 def require_sizes(args):
-    """Refuse images and classes of `batch_update.py` that this machine cannot hold."""
-    features, others = {"resnet18": (512, 11_176_512), "resnet50": (2048, 23_508_032)}[args.arch]
-    weights, pixels = others + features * args.num_classes, 3 * args.image_size**2
-    # An image and its noise; a one-hot target, first of integers; on a CPU, what the first layer
-    # and its BatchNorm make of the image, each 64 channels of half the height and width.
-    of_image = 2 * pixels + 3 * args.num_classes
-    of_image += 2 * 64 * (args.image_size // 2) ** 2 if on_cpu(args) else 0
-    # A trainer has a pattern for each class; weights and gradient; the server also the momentum.
-    of_trainer = 2 * weights + args.num_classes * pixels + args.batch_size * of_image
-    numbers = sum(3 * weights if rank == 0 else of_trainer for rank in ranks_here(args))
-    require_memory(args, ["batch_size", "image_size", "num_classes"], 4 * numbers)
+    """Refuse images of `batch_update.py` that this machine cannot hold."""
+    # A trainer has a pattern for each class, and of each image of a batch also its noise.
+    images = (args.num_classes + 2 * args.batch_size) * sum(rank > 0 for rank in ranks_here(args))
+    targets = args.batch_size * args.num_classes
+    require_memory(args, ["batch_size", "image_size", "num_classes"],
+                   4 * (3 * images * args.image_size**2 + targets))

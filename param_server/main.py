@@ -1,8 +1,7 @@
 r"""A parameter server: the network lives on one process, any number of others train it (6_6).
 
 Trainers have the data and no network: forward, backward and optimizer step all run on the server.
-Here one trainer at a time has the server; `async_server.py` serves all of them at the same time,
-`bounded_server.py` too, but it applies no gradient of weights that are too old.
+One trainer at a time has the server, from its forward to its step.
 
     rank 0 "parameter_server"                    rank 1 "trainer1", rank 2 "trainer2", ...
     +----------------------------------+         +------------------------------------------+
@@ -14,27 +13,29 @@ Here one trainer at a time has the server; `async_server.py` serves all of them 
     +----------------------------------+         +------------------------------------------+
 
     python param_server/main.py --world_size 3                 one server, two trainers
-    python param_server/main.py --consistency lock             one trainer at a time
-    python param_server/main.py --consistency bounded          weights at most 1 step old
-    python param_server/main.py --check                        all three, against one process
+    python param_server/main.py --check                        every number, against one process
     torchrun --nproc_per_node 3 param_server/main.py           under torchrun
     python param_server/main.py --world_size 3 --rank 1 \
         --master_addr HOST --master_port 29500                 manual launch, as in the tutorial
 
 Last line, about:
-    digits: test accuracy 96.9% after 920 updates by 2 trainers (async): 884 samples/s
+    digits: test accuracy 96.4% after 920 updates by 2 trainers (lock): 718 samples/s
+
+async_server.py serves all trainers at the same time; bounded_server.py does, too, but applies no
+gradient of weights that are too old.
 """
 
+import contextlib
 import threading
 import time
 
 import torch
 import torch.distributed.autograd as dist_autograd
-from common import report
+from common import checkpoint, report
 from common.cli import Parser, bounded
 from common.data import add_data_flags, load_data
-from common.launcher import launch
-from common.session import device_for, rpc_options
+from common.program import run_program
+from common.session import device_for, rpc_options, serving_options
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
@@ -42,16 +43,13 @@ from torch.nn import functional as F
 
 from param_server.data import get_next_batch, require_inputs
 from param_server.results import finish, log_epoch
-from param_server.resuming import Resumes
-from param_server.staleness import CountedOptimizer, CountsSteps
-from param_server.turns import Turns, my_step, my_turn
 
 SERVER_NAME = "parameter_server"
 TRAINER_NAME = "trainer{}"
 
 
 def role_name(rank, world_size):
-    """Rank 0 is the server, all others are trainers."""
+    """Name the ranks: 0 is the server, all others are trainers."""
     return SERVER_NAME if rank == 0 else TRAINER_NAME.format(rank)
 
 
@@ -68,7 +66,7 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, x):
-        """On the device of the weights."""
+        """Images (N, 1, 28, 28) to log-probabilities (N, 10), on the device of the weights."""
         x = F.relu(self.conv1(x))
         x = F.max_pool2d(self.conv2(x), 2)
         x = torch.flatten(self.dropout1(x), 1)
@@ -77,7 +75,7 @@ class Net(nn.Module):
 
 
 def call_method(method, rref, *args, **kwargs):
-    """On the owner of `rref`: call a method of the object behind it."""
+    """Call a method of the object behind `rref`, on its owner."""
     # Tutorial: passes the function. With its name, a subclass of the server can have its own.
     return getattr(rref.local_value(), method)(*args, **kwargs)
 
@@ -87,64 +85,87 @@ def remote_method(method, rref, *args, **kwargs):
     return rpc.rpc_sync(rref.owner(), call_method, args=(method, rref, *args), kwargs=kwargs)
 
 
-class ParameterServer(Turns, CountsSteps, Resumes, nn.Module):
+class ParameterServer(nn.Module):
     """The network and all that trainers may ask of it; RPC calls it in many threads of rank 0."""
 
     def __init__(self, args):
-        nn.Module.__init__(self)
-        Turns.__init__(self, args.world_size - 1)
-        CountsSteps.__init__(self)
+        super().__init__()
         torch.manual_seed(args.seed)
         self.input_device = device_for(args.device)
         self.model = Net().to(self.input_device)
-        Resumes.__init__(self, args)
+        self.turn = threading.Lock()
+        self.brought, self.all_are_there = {}, threading.Barrier(args.world_size - 1)
+        self.args, self.first_epoch = args, 0
+        if args.resume:
+            state = checkpoint.load(args)
+            self.model.load_state_dict(state["model"])
+            self.first_epoch = state["epochs"]
+            if "random_numbers" in state:  # checkpoints of earlier versions have none
+                torch.set_rng_state(state["random_numbers"])
 
-    def forward(self, inp, trainer=None):
+    def forward(self, inp):
         """Images and log-probabilities come and go on the CPU, which is what RPC carries."""
-        self.note_read(trainer)
         inp = inp.to(self.input_device)
         out = self.model(inp)
         return out.to("cpu")
 
     def get_dist_gradients(self, cid):
-        """The gradients in context `cid`, by name: for verification (`recording.py`)."""
+        """Return the gradients in context `cid`, by name: for `--check`."""
         # Tutorial: fetched in every step, and keyed by tensors, of which only copies arrive.
         grads = dist_autograd.get_gradients(cid)
         return {name: grads[param].to("cpu") for name, param in self.model.named_parameters()}
 
     def get_param_rrefs(self):
-        """An RRef for each parameter, for the trainers' optimizers."""
+        """Return an RRef for each parameter, for the trainers' optimizers."""
         return [rpc.RRef(param) for param in self.model.parameters()]
 
     def set_mode(self, training):
-        """Dropout on or off, for all trainers."""
+        """Turn dropout on or off, for all trainers."""
         self.train(training)
+
+    def acquire(self):
+        """Wait until it is the caller's turn; the thread that waits is one of the server's."""
+        self.turn.acquire()
+
+    def release(self):
+        """End the caller's turn."""
+        self.turn.release()
+
+    def all_gather(self, rank, value):
+        """Wait until all trainers have called this; return the values of all, by rank."""
+        self.brought[rank] = value
+        self.all_are_there.wait()
+        return [self.brought[rank] for rank in sorted(self.brought)]
+
+    def get_first_epoch(self):
+        """Return with which epoch a training begins: 0, or that of the checkpoint."""
+        return self.first_epoch
+
+    def save(self, epochs):
+        """Write a checkpoint here, with the state of the random numbers, of which dropout draws."""
+        if self.args.checkpoint:
+            checkpoint.save(self.args, {"model": self.model.state_dict(), "epochs": epochs,
+                                        "random_numbers": torch.get_rng_state()})
 
 
 param_server = None
 global_lock = threading.Lock()
 
 
-def get_parameter_server(args):
-    """On rank 0: the only server of this run, whoever asks first."""
+def get_parameter_server(args, server_class=ParameterServer):
+    """Return the one server of this run, on rank 0; who asks first makes it."""
     global param_server
-    from param_server.async_server import AsyncParameterServer, keep_freed_memory
-    from param_server.bounded_server import BoundedParameterServer
-
     with global_lock:
         if param_server is None:
-            keep_freed_memory()
-            servers = {"lock": ParameterServer, "bounded": BoundedParameterServer,
-                       "async": AsyncParameterServer}
-            param_server = servers[args.consistency](args)
+            param_server = server_class(args)
         return param_server
 
 
-def run_parameter_server(rank, world_size, args):
-    """On rank 0: answer the trainers' calls until all of them have finished."""
-    get_parameter_server(args)  # with the flags of this process: the checkpoint is on this machine
+def run_parameter_server(rank, world_size, args, server_class=ParameterServer):
+    """Answer the trainers' calls, on rank 0, until all of them have finished."""
+    get_parameter_server(args, server_class)  # with its own flags: the checkpoint is on its machine
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
-                 rpc_backend_options=rpc_options(args))
+                 rpc_backend_options=serving_options(args))
     rpc.shutdown()  # waits for everyone
 
 
@@ -156,14 +177,12 @@ class TrainerNet(nn.Module):
         self.param_server_rref = rpc.remote(SERVER_NAME, get_parameter_server, args=(args,))
 
     def get_global_param_rrefs(self):
-        """What `DistributedOptimizer` needs."""
+        """Return what `DistributedOptimizer` needs."""
         return remote_method("get_param_rrefs", self.param_server_rref)
 
     def forward(self, x):
         """Images (N, 1, 28, 28) to log-probabilities (N, 10), on the CPU."""
-        # Whose it is, if a step will follow: the server counts how old a gradient's weights are.
-        trainer = rpc.get_worker_info().id if torch.is_grad_enabled() else None
-        return remote_method("forward", self.param_server_rref, x, trainer)
+        return remote_method("forward", self.param_server_rref, x)
 
     def train(self, mode=True):
         """Set the mode of the network itself."""
@@ -171,56 +190,56 @@ class TrainerNet(nn.Module):
         remote_method("set_mode", self.param_server_rref, mode)
         return super().train(mode)
 
-
-class SGD(CountedOptimizer, optim.SGD):
-    """A subclass that `DistributedOptimizer` does not know, so that its steps take turns."""
-    # Tutorial: optim.SGD, which is compiled to TorchScript: two steps at once lose updates.
-
-
-def train_step(net, opt, data, target, args):
-    """Forward, backward and step, all on the server; the loss."""
-    # Tutorial: one trainer's step broke another's backward: "modified by an inplace operation".
-    with my_turn(net.param_server_rref, args), dist_autograd.context() as cid:
-        model_output = net(data)
-        loss = F.nll_loss(model_output, target)
-        dist_autograd.backward(cid, [loss])
-        my_step(net.param_server_rref, args)  # it waits with `bounded`
-        opt.step(cid)  # of this trainer's gradients alone: they are in its context
-        return loss.item()
+    @contextlib.contextmanager
+    def turn(self):
+        """Have the server alone, for a forward, its backward and its step."""
+        # Tutorial: one trainer's step broke another's backward: "modified by an inplace operation".
+        remote_method("acquire", self.param_server_rref)
+        yield
+        remote_method("release", self.param_server_rref)
 
 
-def run_training_loop(rank, train_set, test_set, args):
-    """On a trainer: all epochs, then the accuracy; the first trainer returns the metrics of all."""
-    net = TrainerNet(args)
+class SGD(optim.SGD):
+    """SGD in Python: `DistributedOptimizer` does not know the subclass."""
+    # Tutorial: optim.SGD, which is compiled to TorchScript: deprecated, and nothing can look on.
+
+
+def run_training_loop(rank, train_set, test_set, args, net_class=TrainerNet,
+                      optimizer_class=DistributedOptimizer):
+    """Train on all epochs, then take the accuracy; the first trainer returns the metrics of all."""
+    net = net_class(args)
     param_rrefs = net.get_global_param_rrefs()
-    server = net.param_server_rref
-    opt = DistributedOptimizer(SGD, param_rrefs, server=server, trainer=rank, lr=args.lr)
+    opt = optimizer_class(SGD, param_rrefs, lr=args.lr)
     net.train()
+    server = net.param_server_rref
     first_epoch = remote_method("get_first_epoch", server)
-    server.rpc_sync().all_gather(rank, None)  # all begin together
+    remote_method("all_gather", server, rank, None)  # all begin together
     started, steps = time.time(), []
     with report.progress(args.epochs, "epoch", first_epoch, show=rank == 1) as bar:
         for epoch in range(first_epoch, args.epochs):
             steps.append([])  # of this epoch
             for data, target in get_next_batch(train_set, rank, epoch, args):
-                loss = report.require_finite(train_step(net, opt, data, target, args),
-                                             f"in epoch {epoch + 1}")
+                with net.turn(), dist_autograd.context() as cid:
+                    model_output = net(data)
+                    loss = F.nll_loss(model_output, target)
+                    dist_autograd.backward(cid, [loss])
+                    opt.step(cid)  # of this trainer's gradients alone: they are in its context
+                loss = report.require_finite(loss, f"in epoch {epoch + 1}")
                 steps[-1].append({"loss": loss, "samples": len(target), "time": time.time()})
             bar.update()
-            log_epoch(TRAINER_NAME.format(rank), epoch, steps[-1])
-            if args.checkpoint and rank == 1:  # the others may be a few batches elsewhere
+            log_epoch(role_name(rank, args.world_size), epoch, steps[-1])
+            if rank == 1:  # the others may be a few batches elsewhere
                 remote_method("save", server, epoch + 1)
     # Tutorial: all take the accuracy, while others step. Waiting for them may last: no timeout.
     mine = {"rank": rank, "started": started, "steps": steps}
     per_trainer = server.rpc_sync(timeout=0).all_gather(rank, mine)
     if rank != 1:
         return None
-    return {"test_accuracy": get_accuracy(test_set, net), "per_trainer": per_trainer,
-            "staleness": remote_method("get_staleness", server)}
+    return {"test_accuracy": get_accuracy(test_set, net), "per_trainer": per_trainer}
 
 
 def get_accuracy(test_set, model):
-    """The share of the test images that the server's network takes for what they are."""
+    """Return the share of the test images that the server's network takes for what they are."""
     model.eval()
     correct_sum = 0
     images, labels = test_set.tensors
@@ -232,32 +251,28 @@ def get_accuracy(test_set, model):
     return correct_sum / len(labels)
 
 
-def run_worker(rank, world_size, args):
-    """Rank 0 serves; the others train, and the first of them returns the metrics."""
+def run_worker(rank, world_size, args, server_class=ParameterServer, net_class=TrainerNet,
+               optimizer_class=DistributedOptimizer):
+    """Serve on rank 0, train on the others; the first trainer returns the metrics."""
     if rank == 0:
-        return run_parameter_server(rank, world_size, args)
+        return run_parameter_server(rank, world_size, args, server_class)
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args))
     train_set, test_set = load_data(args)
-    metrics = run_training_loop(rank, train_set, test_set, args)
+    metrics = run_training_loop(rank, train_set, test_set, args, net_class, optimizer_class)
     rpc.shutdown()
     return metrics
 
 
-def build_parser():
-    """The flags of this example."""
-    parser = Parser("param_server", __doc__, world_size=3, min_world_size=2)
+def build_parser(example="param_server", description=__doc__):
+    """Return the parser, with the flags of this example."""
+    parser = Parser(example, description, world_size=3, min_world_size=2)
     parser.set_defaults(default_master_addr="localhost")  # as in the tutorial: --rank is enough
     add, count = parser.add_argument, bounded(int, at_least=1)
     add_data_flags(parser)
     add("--epochs", type=count, default=20, metavar="N", help="times a trainer sees its images")
     add("--batch_size", type=count, default=32, metavar="N", help="images of a trainer in a step")
     add("--lr", type=bounded(float, above=0), default=0.03, help="learning rate of SGD")
-    add("--consistency", choices=["async", "bounded", "lock"], default="async",
-        help="async: all trainers at the same time; lock: one at a time; bounded: all, but no "
-             "gradient is applied whose weights are more than K steps old")
-    add("--max_staleness", type=bounded(int, at_least=0), metavar="K",
-        help="with --consistency bounded (default: 1)")
     parser.add_checkpoint_flags()
     return parser
 
@@ -266,12 +281,7 @@ def main(argv=None):
     """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     require_inputs(args, Net)
-    if args.check:
-        from param_server.check import check
-
-        return check(args)
-    metrics = launch(run_worker, args, role_name)
-    return None if metrics is None else finish(metrics, args)
+    return run_program(run_worker, args, role_name, finish)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""What `main.py --check` records of a training: the lesson's own, in its own processes.
+"""What `--check` records of a training: the lesson's own, in its own processes.
 
 Two short epochs run while PyTorch's hooks on the server see what each forward reads, each gradient,
 and the weights after each step. Several trainers come in an order of their own, and dropout draws
 from one generator for all of them: both orders are recorded, so that `check.py` can follow them.
 """
 
-import argparse
 import threading
 import time
 
@@ -21,9 +20,9 @@ from torch.utils.data import TensorDataset
 from param_server import main as lesson
 
 EPOCHS, BATCH_SIZE = 2, 8  # images, at most
-# Of the first way, and of the others. Updates of all trainers together in each epoch, about; test
-# images, in the first way for more than one batch of the accuracy.
-UPDATES, TEST_IMAGES = (8, 6), (510, 30)
+# Updates of all trainers together in each epoch, about; test images for more than one batch of the
+# accuracy.
+UPDATES, TEST_IMAGES = 8, 510
 HEAD_START_S = 0.3
 REST_STEPS, REST_S, REST_AT_MOST_S = 3, 0.2, 10.0
 LAYERS = ("dropout1", "dropout2")
@@ -71,24 +70,15 @@ class Recording:
 recording = Recording()  # of this process; in a trainer's, it stays empty
 
 
-def record_run(rank, world_size, args):
-    """Run the lesson's worker on `small_data`; on rank 0, the `Recording`."""
+def record_run(program, rank, world_size, args):
+    """Run the worker of a program on `small_data`; on rank 0, the `Recording`."""
     lesson.load_data = small_data
     if rank == 0:
-        server = lesson.get_parameter_server(args)
-        args.epochs = last_epoch()
-        record_server(server, args)
+        record_server(args)
     else:
         record_trainer()
-    lesson.run_worker(rank, world_size, args)
+    program.run_worker(rank, world_size, args)
     return recording if rank == 0 else None
-
-
-def smaller(args, way, is_first):
-    """The flags for one way, of a short training."""
-    return argparse.Namespace(**{
-        **vars(args), "consistency": way, "batch_size": min(args.batch_size, BATCH_SIZE),
-        "updates": UPDATES[not is_first], "test_images": TEST_IMAGES[not is_first]})
 
 
 def small_data(args):
@@ -100,12 +90,12 @@ def small_data(args):
     n_images = n_trainers * (whole * args.batch_size + (args.batch_size + 1) // 2) + 1
     test = [torch.cat([tensor, tensor]) for tensor in test]
     return tuple(TensorDataset(images[:number].double(), labels[:number])
-                 for (images, labels), number in ((train, n_images), (test, args.test_images)))
+                 for (images, labels), number in ((train, n_images), (test, TEST_IMAGES)))
 
 
 def batches_of_each(args):
     """How many steps each trainer makes in an epoch."""
-    return max(2, args.updates // (args.world_size - 1))
+    return max(2, UPDATES // (args.world_size - 1))
 
 
 # --- on a trainer
@@ -123,9 +113,9 @@ def record_trainer():
             time.sleep(HEAD_START_S)
         yield last
 
-    def run_training_loop(rank, train_set, test_set, args):
+    def run_training_loop(rank, train_set, test_set, args, *classes):
         args.epochs = rpc.rpc_sync(lesson.SERVER_NAME, last_epoch)
-        metrics = honest_loop(rank, train_set, test_set, args)
+        metrics = honest_loop(rank, train_set, test_set, args, *classes)
         if metrics is not None:
             rpc.rpc_sync(lesson.SERVER_NAME, receive, args=(metrics,))
         return metrics
@@ -146,15 +136,44 @@ def receive(metrics):
     recording.metrics = metrics
 
 
-def record_server(server, args):
-    """Set PyTorch's hooks, which see every forward and every step of this process."""
+def record_server(args):
+    """Look on where the server is made, and at every forward and step of this process."""
+    honest_init = lesson.ParameterServer.__init__
+
+    def init(server, args):
+        honest_init(server, args)
+        args.epochs = server.first_epoch + EPOCHS
+        record_calls(server)
+
+    lesson.ParameterServer.__init__ = init
+    record_modules(args)
+    checkpoint.save = save  # a check writes over no file
+
+
+def record_calls(server):
+    """Record when trainers call a server."""
     honest_forward, honest_gather = server.forward, server.all_gather
 
-    def forward(inp, trainer=None):
+    def forward(*inputs):
         recording.thread.ended, recording.thread.began = len(recording.steps), time.time()
         recording.events.append(("forward", current_context()))
-        return honest_forward(inp, trainer)
+        return honest_forward(*inputs)
 
+    def all_gather(rank, value):
+        values = honest_gather(rank, value)
+        recording.gathered.append(time.time())
+        return values
+
+    server.forward, server.all_gather = forward, all_gather
+
+
+def save(_, state):
+    """Record a checkpoint, in place of writing it."""
+    recording.saved.append({"epochs": state["epochs"], "weights": copied(state["model"].items())})
+
+
+def record_modules(args):
+    """Set PyTorch's hooks, which see every forward and every step of this process."""
     def before_forward(module, _):
         if is_dropout(module):
             recording.drawing.acquire()  # one draw at a time, so that there is an order of them
@@ -180,28 +199,16 @@ def record_server(server, args):
         recording.begun += 1
 
     def after_step(*_):
-        context = current_context()
+        context, server = current_context(), lesson.param_server
         recording.events.append(("step", context))
         recording.steps.append({"context": context, "moment": time.time(),
                                 "gradients": copied(server.get_dist_gradients(context).items()),
                                 "weights": copied(server.model.named_parameters())})
 
-    def all_gather(rank, value):
-        future_values = honest_gather(rank, value)
-        if future_values.done():
-            recording.gathered.append(time.time())
-        return future_values
-
-    def save(_, state):
-        recording.saved.append({"epochs": state["epochs"],
-                                "weights": copied(state["model"].items())})
-
-    server.forward, server.all_gather = forward, all_gather
     every_module.register_module_forward_pre_hook(before_forward)
     every_module.register_module_forward_hook(after_forward)
     every_optimizer.register_optimizer_step_pre_hook(before_step)
     every_optimizer.register_optimizer_step_post_hook(after_step)
-    checkpoint.save = save  # a check writes over no file
 
 
 def rest(args):
@@ -210,13 +217,13 @@ def rest(args):
     if recording.rested is not None or others == 0:
         return
     before = len(recording.steps)
-    may = {"async": REST_STEPS, "bounded": min(REST_STEPS, args.max_staleness), "lock": 0}
-    expected = min(may[args.consistency], others * EPOCHS * batches_of_each(args) - before)
+    may = REST_STEPS if args.bound is None else min(REST_STEPS, args.bound)
+    expected = min(may, others * EPOCHS * batches_of_each(args) - before)
     recording.rested = {"expected": expected, "made": 0}
     ends = time.time() + REST_AT_MOST_S
     while len(recording.steps) < before + expected and time.time() < ends:
         time.sleep(0.01)
-    if args.consistency != "async":
+    if args.bound is not None:
         time.sleep(REST_S)  # is there one step too many?
     recording.rested["made"] = len(recording.steps) - before
 

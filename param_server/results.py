@@ -1,10 +1,12 @@
-"""What `main.py` reports: the metrics, the pictures, the last line."""
+"""What the parameter servers of 6_6 report: the metrics, the pictures, the last line."""
 
 import collections
 
 import torch
 from common import picture, report
 
+CONSISTENCY = {"param_server": "lock", "param_server_async": "async",
+               "param_server_bounded": "bounded"}  # by the example's name
 MEAN_OF = 10  # steps, in the picture
 WORDS = {
     "en": {"title": "{trainers} trainers, one server ({consistency})", "x": "time (s)",
@@ -41,40 +43,41 @@ def summary(metrics, args):
 
     Args:
         metrics: what the first trainer returns: `test_accuracy`, and for each trainer its rank, the
-            moment it started, and for each epoch its steps (loss, samples, time); `staleness`, for
-            each rank how many of its gradients had which.
+            moment it started, for each epoch its steps (loss, samples, time), and `staleness`, how
+            many of its gradients had which, where the server counts it.
         args: the parsed flags.
 
     Returns:
         `test_accuracy`; `epochs`, with the mean loss of all trainers; `consistency`, and with
         "bounded" `max_staleness`; `updates` of all trainers; `samples_per_s`, None without a step;
-        `staleness` of all; `per_trainer`.
+        `staleness` of all, where it is counted; `per_trainer`.
     """
     # From another process it comes as JSON, whose keys are texts.
-    counts = {int(rank): collections.Counter({int(age): n for age, n in counted.items()})
-              for rank, counted in metrics["staleness"].items()}
+    counts = [collections.Counter({int(age): n for age, n in trainer["staleness"].items()})
+              for trainer in metrics["per_trainer"] if "staleness" in trainer]
     per_trainer = [{"rank": trainer["rank"], "started": trainer["started"],
-                    "staleness": histogram(counts.get(trainer["rank"], {})),
                     "times": [step["time"] for epoch in trainer["steps"] for step in epoch],
                     "losses": [[step["loss"] for step in epoch] for epoch in trainer["steps"]],
                     "samples": sum(step["samples"] for epoch in trainer["steps"] for step in epoch)}
                    for trainer in metrics["per_trainer"]]
+    for trainer, of_trainer in zip(per_trainer, counts, strict=False):
+        trainer["staleness"] = histogram(of_trainer)
     started = min(trainer["started"] for trainer in per_trainer)
     ended = max(max(trainer["times"], default=started) for trainer in per_trainer)
     epochs = [{"loss": sum(map(sum, same)) / sum(map(len, same))}
               for same in zip(*(trainer["losses"] for trainer in per_trainer), strict=True)]
     samples = sum(trainer["samples"] for trainer in per_trainer)
     return {"test_accuracy": metrics["test_accuracy"], "epochs": epochs,
-            "consistency": args.consistency,
-            **({"max_staleness": args.max_staleness} if args.consistency == "bounded" else {}),
-            "staleness": histogram(sum(counts.values(), collections.Counter())),
+            "consistency": CONSISTENCY[args.example],
+            **({"max_staleness": args.max_staleness} if "max_staleness" in args else {}),
+            **({"staleness": histogram(sum(counts, collections.Counter()))} if counts else {}),
             "updates": sum(len(trainer["times"]) for trainer in per_trainer),
             "samples_per_s": samples / (ended - started) if samples else None,
             "per_trainer": per_trainer}
 
 
 def histogram(counts):
-    """Numbers of gradients by staleness, with mean and largest staleness (None without a step)."""
+    """Count gradients by staleness, with mean and largest staleness (None without a step)."""
     n_steps = sum(counts.values())
     mean = sum(age * count for age, count in counts.items()) / n_steps if n_steps else None
     return {"histogram": {str(age): counts[age] for age in sorted(counts)},
@@ -86,7 +89,7 @@ def finish(metrics, args):
     metrics = {**summary(metrics, args), "wall_s": metrics["wall_s"]}
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot(metrics, args)
-    if metrics["updates"]:
+    if metrics["updates"] and "staleness" in metrics:
         plot_staleness(metrics, args)
     n_trainers = args.world_size - 1
     trainers = "1 trainer" if n_trainers == 1 else f"{n_trainers} trainers"
@@ -98,7 +101,7 @@ def finish(metrics, args):
 
 
 def in_words(metrics):
-    """The consistency, with its bound."""
+    """Name the consistency, with its bound."""
     suffix = f" by {metrics['max_staleness']}" if "max_staleness" in metrics else ""
     return metrics["consistency"] + suffix
 
@@ -132,6 +135,6 @@ def plot_staleness(metrics, args):
 
 
 def smooth(losses):
-    """The means of `MEAN_OF` steps in a row; the losses themselves if there are fewer."""
+    """Return the means of `MEAN_OF` steps in a row; the losses themselves if there are fewer."""
     losses = torch.tensor(losses)
     return losses.unfold(0, MEAN_OF, 1).mean(dim=1) if len(losses) >= MEAN_OF else losses

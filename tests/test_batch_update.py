@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import rpc
 
-from param_server import batch_update
+from param_server import batch_update, flat_update
 from param_server import batch_update_check as oracle
 from param_server import batch_update_results as results
 from param_server.flat_update import FlatParameterServer, FlatTrainer
@@ -123,10 +123,10 @@ COMPARED = ["images", "labels", "training mode", "weights read", "statistics", "
             "bytes per update"]
 
 
-@pytest.mark.parametrize("send", ["flat", "tensors"])
-def test_check_passes(send, capfd, tmp_path):
-    flags = ["--check", "--world_size", "3", "--send", send, "--output_dir", str(tmp_path)]
-    differences = batch_update.main([*flags, *SMALL])
+@pytest.mark.parametrize("program", [batch_update, flat_update])
+def test_check_passes(program, capfd, tmp_path):
+    flags = ["--check", "--world_size", "3", "--output_dir", str(tmp_path)]
+    differences = program.main([*flags, *SMALL])
     assert list(differences) == COMPARED
     assert max(differences.values()) <= 1e-9
     assert torch.get_default_dtype() == torch.float32
@@ -154,21 +154,21 @@ def n_params(server):
     return sum(param.numel() for param in server.model.parameters())
 
 
-def record_with_lost_gradient(rank, world_size, args):
+def record_with_lost_gradient(program, rank, world_size, args):
     def lose(server, rank, grads):
         if rank == 2:
             grads[0][: n_params(server)] = 0
 
     change_what_is_sent(lose)
-    return RECORD(rank, world_size, args)
+    return RECORD(program, rank, world_size, args)
 
 
-def record_with_tutorials_statistics(rank, world_size, args):
+def record_with_tutorials_statistics(program, rank, world_size, args):
     def send_none(server, rank, grads):
         grads[0][n_params(server) :] = server.weights[n_params(server) :]
 
     change_what_is_sent(send_none)
-    return RECORD(rank, world_size, args)
+    return RECORD(program, rank, world_size, args)
 
 
 @pytest.mark.parametrize(("record", "fails"), [
@@ -178,7 +178,7 @@ def record_with_tutorials_statistics(rank, world_size, args):
 def test_check_can_fail(record, fails, capfd, monkeypatch, tmp_path):
     monkeypatch.setattr(oracle, "record", record)
     with pytest.raises(SystemExit) as stop:
-        batch_update.main(["--check", "--world_size", "3", "--output_dir", str(tmp_path), *SMALL])
+        flat_update.main(["--check", "--world_size", "3", "--output_dir", str(tmp_path), *SMALL])
     assert stop.value.code == 1
     assert fails <= set(re.findall(r"\[check\] (.*?): .*: FAIL", capfd.readouterr().out))
 
@@ -196,7 +196,7 @@ def test_loss_that_is_not_finite(capfd, tmp_path):
 def test_it_learns(tmp_path):
     """The README's command, with a smaller model."""
     command = next(command for command in commands_in("param_server/README.md") if command[1] == MAIN)
-    result = run([*script(*command[1:]), "--world_size", "3", "--num_updates", "5", "--timeline", *SMALL], tmp_path)
+    result = run([*script(*command[1:]), "--world_size", "3", "--num_updates", "5", *SMALL], tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     folder = tmp_path / "outputs/param_server_batch_update"
     metrics = json.loads((folder / "metrics.json").read_text())
@@ -208,13 +208,7 @@ def test_it_learns(tmp_path):
     for update in zip(*(metrics[what] for what in ("compute", "transfer", "waiting")), strict=True):
         assert min(update) > 0
     assert 0.2 < metrics["peak_memory_gb"] < 6
-    lanes = "parameter_server", "trainer1", "trainer2"
-    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == list(lanes)
-    assert sum(event.get("name") == "add" for event in events) == 5 * 2
-    assert (folder / "timeline.png").stat().st_size > 10_000
-    idle, spent, _ = result.stdout.splitlines()
-    assert all(f"{lane} " in idle for lane in lanes)
+    spent, _ = result.stdout.splitlines()
     assert re.match(r"\[parameter_server\] an update is compute \d+%, transfer \d+%, waiting \d+%; ", spent)
     assert result.stdout.splitlines()[-1].startswith("resnet18, 2 trainers: ")
     width, height = struct.unpack(">II", (folder / "batch_update.png").read_bytes()[16:24])

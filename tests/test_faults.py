@@ -63,12 +63,15 @@ PROGRAMS = [
     Program("ddp_rpc_hybrid.sharded_table", "--epochs 100000", "trainer0 trainer1",
             {"trainer1": "ddp_rpc_hybrid.sharded_table:AllToAllTable.forward"}),
     Program("param_server.main", "--epochs 100000", "parameter_server trainer1 trainer2",
+            {"parameter_server": "param_server.main:ParameterServer.forward",
+             "trainer2": "param_server.main:TrainerNet.forward"}),
+    Program("param_server.bounded_server", "--epochs 100000 --max_staleness 0", "parameter_server trainer1 trainer2",
             {"parameter_server": "param_server.async_server:AsyncParameterServer.forward",
-             "trainer2": "param_server.main:train_step"}),
+             "trainer2": "param_server.async_server:AsyncTrainerNet.forward"}),
     Program("param_server.batch_update", "--arch resnet18 --image_size 32 --world_size 3 --num_updates 100000",
             "parameter_server trainer1 trainer2",
             {"parameter_server": "param_server.batch_update:BatchUpdateParameterServer.update_and_fetch_model",
-             "trainer2": "param_server.flat_update:use_weights"}),
+             "trainer2": "param_server.batch_update:Trainer.set_model"}),
     Program("rpc_rnn.main", "--epochs 100000", "ps trainer",
             {"ps": "rpc_rnn.main:EmbeddingTable.forward", "trainer": "rpc_rnn.main:RNNModel.forward"}),
     Program("rpc_rnn.prefetch", "--epochs 100000", "ps trainer",
@@ -231,14 +234,6 @@ def test_fault_of_a_rank(program, fault, clean, tmp_path, capfd):
     """Whoever fails, however: the run ends everywhere, and names the role at fault."""
     roles = program.raises if fault == "exception" else program.roles.split()
     ends([Run(program, tmp_path, fault, role) for role in roles], capfd)
-
-
-@pytest.mark.parametrize("fault", ["SIGKILL", "exception"])
-def test_fault_while_others_wait(fault, clean, tmp_path, capfd):
-    """With `--consistency bounded`, trainers wait for each other's steps: those of this one will not come."""
-    program = named("param_server.main")
-    program = program._replace(flags=f"{program.flags} --consistency bounded --max_staleness 0")
-    ends([Run(program, tmp_path, fault, "trainer2")], capfd)
 
 
 ENDS = ("os._exit(0)", "sys.exit(0)", "segmentation fault")
@@ -428,7 +423,7 @@ def ends(runs, capfd):
 
 @pytest.mark.parametrize(("lesson", "role", "function", "words"), [
     ("batch_rl.main", "observer1", "gymnasium.wrappers:TimeLimit.step", "no states from observer1"),
-    ("param_server.batch_update", "trainer2", "param_server.flat_update:use_weights", "no gradient from trainer2"),
+    ("param_server.batch_update", "trainer2", "param_server.batch_update:Trainer.set_model", "no gradient from trainer2"),
 ])
 def test_slow_role(lesson, role, function, words, clean, tmp_path, capfd):
     """A rank that lives, beats and keeps the others waiting is named, too: nobody takes it for dead."""

@@ -15,11 +15,11 @@ from common.data import load_data
 from common.vision import import_torchvision
 from torch.nn import functional as F
 
+from param_server import async_server, bounded_server, results
 from param_server import check as oracle
 from param_server import main as param_server
-from param_server import results, turns
-from param_server.async_server import AsyncParameterServer
-from param_server.bounded_server import Bound, BoundedParameterServer
+from param_server.async_server import AsyncParameterServer, AsyncSGD
+from param_server.bounded_server import Bound, BoundedParameterServer, BoundedTrainerNet
 from param_server.data import get_next_batch
 from tests.helpers import bad, commands_in, end, run, running, script, torchrun
 from tests.test_data import write_mnist
@@ -27,8 +27,15 @@ from tests.test_data import write_mnist
 MAIN = "param_server/main.py"
 
 
-def parsed(*flags):
-    return param_server.build_parser().parse_args(["--output_dir", "/tmp", *map(str, flags)])
+PROGRAMS = {"lock": param_server, "async": async_server, "bounded": bounded_server}
+
+
+def parsed(*flags, program=param_server):
+    return program.build_parser().parse_args(["--output_dir", "/tmp", *map(str, flags)])
+
+
+def bounded_by(max_staleness):
+    return BoundedParameterServer(parsed("--device", "cpu", "--max_staleness", max_staleness, program=bounded_server))
 
 
 # --- pieces
@@ -70,7 +77,7 @@ SERVERS = [param_server.ParameterServer, AsyncParameterServer, BoundedParameterS
 @pytest.mark.parametrize("server_class", SERVERS)
 def test_mode_reaches_the_network(server_class, world_size):
     """In the tutorial, `model.eval()` stays with the trainer's wrapper, and the accuracy has dropout on."""
-    server = server_class(parsed("--world_size", world_size, "--device", "cpu"))
+    server = server_class(parsed("--world_size", world_size, "--device", "cpu", program=bounded_server))
     images = torch.randn(8, 1, 28, 28)
     server.set_mode(False)
     assert torch.equal(server(images), server(images))
@@ -92,7 +99,7 @@ def test_gradients_flow_through_the_copies():
 @pytest.mark.parametrize("server_class", SERVERS)
 def test_a_step_between_forward_and_backward(server_class):
     """What two trainers do to each other: only copies survive it, or a lock that keeps it from happening."""
-    server = server_class(parsed("--device", "cpu"))
+    server = server_class(parsed("--device", "cpu", program=bounded_server))
     loss = F.nll_loss(server(torch.randn(8, 1, 28, 28)), torch.arange(8))
     with torch.no_grad():
         for param in server.model.parameters():
@@ -115,21 +122,24 @@ def test_threads_share_no_module():
 
 
 def test_turns():
-    server = param_server.ParameterServer(parsed("--device", "cpu"))
-    acquire = param_server.ParameterServer.acquire
-    first, second, third = (acquire(server) for _ in range(3))
-    assert [turn.done() for turn in (first, second, third)] == [True, False, False]
-    server.release()
-    assert [turn.done() for turn in (second, third)] == [True, False]
-    server.release()
-    assert third.done()
-    server.release()
-    assert acquire(server).done()
+    """One at a time; whoever waits goes on when it is over."""
+    server, entered = param_server.ParameterServer(parsed("--device", "cpu")), []
+
+    def take_turn(number):
+        server.acquire()
+        entered.append(number)
+        assert len(entered) == 1
+        entered.clear()
+        server.release()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(take_turn, range(40))) == [None] * 40
+    assert server.turn.acquire(blocking=False)
 
 
 def test_staleness():
     """Steps between a trainer's forward and its step, of whichever trainer; others have their own clocks."""
-    server, done = param_server.ParameterServer(parsed("--device", "cpu", "--world_size", 4)), []
+    server, done = AsyncParameterServer(parsed("--device", "cpu", "--world_size", 4)), []
     for what, trainer in (("read", 1), ("read", 2), ("step", 2), ("read", 2), ("read", None), ("step", 2), ("step", 1),
                           ("read", 3), ("step", 3)):  # fmt: skip
         if what == "read":
@@ -137,7 +147,7 @@ def test_staleness():
         else:
             server.apply_step(trainer, lambda trainer=trainer: done.append(trainer))
     assert done == [2, 2, 1, 3]
-    assert server.get_staleness() == {2: {0: 2}, 1: {2: 1}, 3: {0: 1}}
+    assert server.staleness == {2: {0: 2}, 1: {2: 1}, 3: {0: 1}}
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 3, 7, 1000])
@@ -189,28 +199,30 @@ def test_a_large_bound_holds_nobody_back():
         assert bound.go_on() == ["may read"]
 
 
-def train_in_order(server, order):
+def train_in_order(server, optimizers, order):
     """Steps of trainers in a fixed order, in this process; the weights afterwards."""
-    reference = type("RRef", (), {"local_value": lambda self: server})()
-    optimizers = {trainer: param_server.SGD(server.model.parameters(), server=reference, trainer=trainer, lr=0.1)
-                  for trainer in set(order)}
     torch.manual_seed(0)  # of the images and of dropout
     images = torch.randn(4, 1, 28, 28)
     for trainer in order:
         optimizers[trainer].zero_grad()
-        F.nll_loss(server(images, trainer), torch.arange(4)).backward()
+        told = [trainer] if isinstance(server, AsyncParameterServer) else []
+        F.nll_loss(server(images, *told), torch.arange(4)).backward()
         optimizers[trainer].step()
     return list(server.model.parameters())
 
 
-def test_a_bound_of_0_is_a_lock():
+def test_a_bound_of_0_is_a_lock(monkeypatch):
     """In the same order, the same numbers; and whoever comes in between has to wait."""
-    flags, order = ["--device", "cpu", "--consistency"], [1, 2, 2, 1]
-    bounded = BoundedParameterServer(parsed(*flags, "bounded", "--max_staleness", 0))
-    locked = param_server.ParameterServer(parsed(*flags, "lock"))
-    pairs = zip(train_in_order(bounded, order), train_in_order(locked, order), strict=True)
+    order, bounded = [1, 2, 2, 1], bounded_by(0)
+    locked = param_server.ParameterServer(parsed("--device", "cpu"))
+    monkeypatch.setattr(param_server, "param_server", bounded)
+    pairs = zip(
+        train_in_order(bounded, {rank: AsyncSGD(bounded.model.parameters(), trainer=rank, lr=0.1) for rank in (1, 2)},
+                       order),
+        train_in_order(locked, {rank: param_server.SGD(locked.model.parameters(), lr=0.1) for rank in (1, 2)}, order),
+        strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
-    assert bounded.get_staleness() == locked.get_staleness() == {1: {0: 2}, 2: {0: 2}}
+    assert bounded.staleness == {1: {0: 2}, 2: {0: 2}}
     read = BoundedParameterServer.acquire_read
     first, second = read(bounded, 1), read(bounded, 2)
     assert [turn.done() for turn in (first, second)] == [True, False]
@@ -221,13 +233,13 @@ def test_a_bound_of_0_is_a_lock():
 
 def test_a_step_that_fails(monkeypatch):
     """Its forward is not in flight any more: the other trainer, which waits, goes on."""
-    server = BoundedParameterServer(parsed("--device", "cpu", "--consistency", "bounded", "--max_staleness", 0))
-    monkeypatch.setattr(turns.rpc, "get_worker_info", lambda: type("Info", (), {"id": 1}))
+    server = bounded_by(0)
+    monkeypatch.setattr(bounded_server.rpc, "get_worker_info", lambda: type("Info", (), {"id": 1}))
     reference = type("RRef", (), {"rpc_sync": lambda self: server, "rpc_async": lambda self: server})()
-    waiting = []
+    net, waiting = type("Net", (), {"param_server_rref": reference})(), []
 
     def failing_step():
-        with turns.my_turn(reference, server.args):
+        with BoundedTrainerNet.turn(net):
             waiting.append(BoundedParameterServer.acquire_read(server, 2))
             assert not waiting[0].done()
             raise ValueError("no loss")
@@ -240,11 +252,11 @@ def test_a_step_that_fails(monkeypatch):
 def test_all_gather():
     """Every trainer receives the values of all, in the order of the ranks; and again."""
     server = param_server.ParameterServer(parsed("--device", "cpu", "--world_size", 3))
-    for values in ("ab", "cd"):
-        second = server.all_gather(2, values[1])
-        assert not second.done()
-        first = server.all_gather(1, values[0])
-        assert first.value() == second.value() == list(values)
+    with ThreadPoolExecutor(1) as thread:
+        for values in ("ab", "cd"):
+            second = thread.submit(server.all_gather, 2, values[1])
+            assert not second.done()
+            assert server.all_gather(1, values[0]) == second.result() == list(values)
 
 
 def test_summary():
@@ -253,9 +265,9 @@ def test_summary():
         return {"loss": loss, "samples": samples, "time": time}
 
     metrics = results.summary({"test_accuracy": 0.5, "per_trainer": [
-        {"rank": 1, "started": 10.0, "steps": [[step(3.0, 4, 11.0), step(1.0, 2, 12.0)]]},
-        {"rank": 2, "started": 10.5, "steps": [[step(2.0, 4, 15.0)]]}],
-        "staleness": {1: {2: 1, 0: 1}, 2: {3: 1}}}, parsed())
+        {"rank": 1, "started": 10.0, "steps": [[step(3.0, 4, 11.0), step(1.0, 2, 12.0)]], "staleness": {2: 1, 0: 1}},
+        {"rank": 2, "started": 10.5, "steps": [[step(2.0, 4, 15.0)]], "staleness": {"3": 1}}]},
+        parsed(program=async_server))
     assert metrics["staleness"] == {"histogram": {"0": 1, "2": 1, "3": 1}, "mean": 5 / 3, "max": 3}
     assert metrics["per_trainer"][0]["staleness"] == {"histogram": {"0": 1, "2": 1}, "mean": 1.0, "max": 2}
     assert metrics["epochs"] == [{"loss": 2.0}]
@@ -270,20 +282,18 @@ def test_summary():
 def compared(way, trainers, *more):
     """The names of what `--check` compares."""
     several = ["overlap"] if trainers > 1 else []
-    return [f"{way}, {what}" for what in [
-        "training images", "updates", *(["turns"] if way == "lock" else []), "weights read", "staleness",
-        "staleness, mean and largest", *(["bound"] if way != "async" else []), *several, "dropout", "dropout masks",
-        "losses", "gradients", "weights", "test images", "test log-probabilities", "accuracy", "mean losses", "counts",
-        "moments", *more]]
+    counted = ["staleness", "staleness, mean and largest"] if way != "lock" else []
+    return ["training images", "updates", *(["turns"] if way == "lock" else []), "weights read", *counted,
+            *(["bound"] if way != "async" else []), *several, "dropout", "dropout masks",
+            "losses", "gradients", "weights", "test images", "test log-probabilities", "accuracy", "mean losses",
+            "counts", "moments", *more]
 
 
-@pytest.mark.parametrize(("flags", "ways"), [
-    (["--world_size", "4"], ["async", "bounded", "lock"]),
-    (["--consistency", "bounded", "--max_staleness", "0"], ["bounded"]),
-])  # fmt: skip
-def test_check_passes(flags, ways, capfd, tmp_path):
-    differences = param_server.main(["--check", "--output_dir", str(tmp_path), *flags])
-    assert list(differences) == sum((compared(way, 3) for way in ways), [])
+@pytest.mark.parametrize(("way", "flags"), [
+    ("lock", ["--world_size", "4"]), ("async", ["--world_size", "4"]), ("bounded", ["--max_staleness", "1"])])
+def test_check_passes(way, flags, capfd, tmp_path):
+    differences = PROGRAMS[way].main(["--check", "--output_dir", str(tmp_path), *flags])
+    assert list(differences) == compared(way, 3)
     assert max(differences.values()) <= 1e-9
     out, err = capfd.readouterr()
     assert out.count(": ok\n") == len(differences)
@@ -296,13 +306,13 @@ def test_check_of_a_resumed_training(capfd, tmp_path):
     flags = ["--world_size", "2", "--batch_size", "100", "--checkpoint", str(saved), "--output_dir", str(tmp_path)]
     param_server.main([*flags, "--epochs", "1"])
     before = saved.read_bytes()
-    resumed = ["--check", "--resume", *flags, "--consistency", "lock"]
+    resumed = ["--check", "--resume", *flags]
     assert list(param_server.main(resumed)) == compared("lock", 1, "checkpoints", "last checkpoint")
     assert saved.read_bytes() == before
     capfd.readouterr()
 
 
-def record_with_lost_steps(rank, world_size, args):
+def record_with_lost_steps(program, rank, world_size, args):
     """The run of `--check`, where every fifth step of an optimizer is lost."""
     honest, calls = param_server.SGD.step, itertools.count(1)
 
@@ -310,7 +320,7 @@ def record_with_lost_steps(rank, world_size, args):
         return None if next(calls) % 5 == 0 else honest(self, closure)
 
     param_server.SGD.step = step
-    return RECORD(rank, world_size, args)
+    return RECORD(program, rank, world_size, args)
 
 
 RECORD = oracle.record
@@ -322,8 +332,8 @@ def test_check_can_fail(capfd, monkeypatch, tmp_path):
         param_server.main(["--check", "--output_dir", str(tmp_path)])
     assert stop.value.code == 1
     out = capfd.readouterr().out
-    assert re.search(r"^\[check\] async, (weights|updates): first differs at step ", out, re.MULTILINE)
-    assert out.splitlines()[-1].startswith("check FAILED: 3 processes (async, bounded, lock) against one process: ")
+    assert re.search(r"^\[check\] (weights|updates): first differs at step ", out, re.MULTILINE)
+    assert out.splitlines()[-1].startswith("check FAILED: 3 processes (lock) against one process: ")
 
 
 def test_loss_that_is_not_finite(capfd, tmp_path):
@@ -335,12 +345,16 @@ def test_loss_that_is_not_finite(capfd, tmp_path):
     assert not (tmp_path / "metrics.json").exists()
 
 
-def test_it_learns(tmp_path):
+@pytest.mark.parametrize("way", ["lock", "async"])
+def test_it_learns(way, tmp_path):
     """The README's command, with a quarter of its epochs, and smaller batches."""
+    path = {"lock": MAIN, "async": "param_server/async_server.py"}[way]
+    command = next(command for command in commands_in("param_server/README.md") if command[1] == path)
+    folder = tmp_path / "outputs" / parsed(program=PROGRAMS[way]).example
     flags = ["--epochs", "5", "--batch_size", "16", "--lr", "0.04"]
-    result = run([*script(*commands_in("param_server/README.md")[0][1:]), *flags], tmp_path, cold=True)
+    result = run([*script(*command[1:]), *flags], tmp_path, cold=True)
     assert (result.returncode, result.stderr) == (0, "")
-    metrics = json.loads((tmp_path / "outputs/param_server/metrics.json").read_text())
+    metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["test_accuracy"] > 0.92
     assert metrics["updates"] == 5 * 2 * 45
     assert len(metrics["epochs"]) == 5
@@ -348,12 +362,14 @@ def test_it_learns(tmp_path):
     assert metrics["samples_per_s"] > 0
     assert [trainer["rank"] for trainer in metrics["per_trainer"]] == [1, 2]
     assert sum(trainer["samples"] for trainer in metrics["per_trainer"]) == 5 * 1437
-    for trainer in metrics["per_trainer"]:
-        assert sum(trainer["staleness"]["histogram"].values()) == 5 * 45
-    assert 0.5 < metrics["staleness"]["mean"] < 1.5  # of N trainers, about N - 1
+    assert ("staleness" in metrics) == (way == "async")
+    if way == "async":
+        for trainer in metrics["per_trainer"]:
+            assert sum(trainer["staleness"]["histogram"].values()) == 5 * 45
+        assert 0.5 < metrics["staleness"]["mean"] < 1.5  # of N trainers, about N - 1
     assert result.stdout.splitlines()[-1].startswith("digits: test accuracy 9")
-    for picture in ("loss.png", "staleness.png"):
-        width, height = struct.unpack(">II", (tmp_path / "outputs/param_server" / picture).read_bytes()[16:24])
+    for picture in ("loss.png", *(["staleness.png"] if way == "async" else [])):
+        width, height = struct.unpack(">II", (folder / picture).read_bytes()[16:24])
         assert min(width, height) > 300
 
 
@@ -404,9 +420,6 @@ def test_manual_launch(free_port, capfd, monkeypatch, tmp_path):
     bad("--world_size", "1439", "--rank", "1", says=("--world_size 1439 must be at most 1438",)),
     *(bad(f"--{flag}", "0", says=(f"--{flag}", "'0'", "at least 1")) for flag in ("epochs", "batch_size")),
     *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "nan")),
-    bad("--consistency", "eventual", says=("--consistency", "eventual", "lock")),
-    bad("--consistency", "bounded", "--max_staleness", "-1", says=("--max_staleness", "-1", "at least 0")),
-    bad("--max_staleness", "2", says=("--max_staleness 2 requires --consistency bounded",)),
     bad("--dataset", "cifar", says=("--dataset", "cifar", "mnist")),
     bad("--rank", "3", says=("--rank", "3", "below")),
     bad("--resume", says=("--resume", "--checkpoint")),
@@ -414,6 +427,10 @@ def test_manual_launch(free_port, capfd, monkeypatch, tmp_path):
 ])
 def test_bad_input(flags, says, refused):
     refused(param_server.main, flags, says)
+
+
+def test_bad_bound(refused):
+    refused(bounded_server.main, ["--max_staleness", "-1"], ["--max_staleness", "-1", "at least 0"])
 
 
 def test_no_mnist(tmp_path, refused, monkeypatch):

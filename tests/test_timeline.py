@@ -157,6 +157,12 @@ TRACED = {  # flags, and what is recorded in each process
     "param_server/main.py": (["--epochs", "1"], {
         "parameter_server": {*BOTH, "step"}, "trainer1": {"remote call"},
         "trainer2": {"remote call"}}),
+    "param_server/async_server.py": (["--epochs", "1"], {
+        "parameter_server": {*BOTH, "step"}, "trainer1": {"remote call"},
+        "trainer2": {"remote call"}}),
+    "param_server/flat_update.py": (["--arch", "resnet18", "--image_size", "32", "--world_size", "3",
+                                     "--num_updates", "2"], {
+        "parameter_server": {"step"}, "trainer1": BOTH, "trainer2": BOTH}),
     "rpc_rnn/main.py": (["--epochs", "1"], {"ps": BOTH, "trainer": {*BOTH, "remote call"}}),
     "batch_rl/main.py": (["--observers", "2", "--num_steps", "20"], {
         "agent": {"select_action", "finish_episode"}, "observer1": {"env.step"},

@@ -1,4 +1,4 @@
-"""20 勾配の陳腐化 / The staleness of gradients (6_6, param_server/main.py)."""
+"""20 勾配の陳腐化 / The staleness of gradients (6_6, param_server/async_server.py)."""
 
 
 def predict(n_trainers, consistency):

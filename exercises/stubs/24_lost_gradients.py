@@ -28,24 +28,21 @@ def update_and_fetch_model(self, rank, grads):
     Returns a future of the model after the step, and the seconds that this call has waited.
     """
     arrived = time.perf_counter()
-    with timeline.span("add", trainer=rank):
-        for total, g in zip(self.sums, grads, strict=True):
-            total += g
+    for total, g in zip(self.sums, grads, strict=True):
+        total += g
     with self.lock:
         self.arrived.add(rank)
         fut = self.future_model
         answer = fut.then(lambda fut: (fut.wait()[0], fut.wait()[1] - arrived))
         if len(self.arrived) < self.batch_update_size:
             return answer
-        with timeline.span("step"):
-            for total in self.sums:
-                total /= self.batch_update_size
-            self.optimizer.step()
-            for buffer, mean in zip(running_statistics(self.model), self.statistics,
-                                    strict=True):
-                buffer.copy_(mean)
-            for total in self.sums:
-                total.zero_()
+        for total in self.sums:
+            total /= self.batch_update_size
+        self.optimizer.step()
+        for buffer, mean in zip(running_statistics(self.model), self.statistics, strict=True):
+            buffer.copy_(mean)
+        for total in self.sums:
+            total.zero_()
         self.arrived, self.future_model = set(), Future()
     fut.set_result((self.get_model(), time.perf_counter()))
     return answer

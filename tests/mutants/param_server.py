@@ -1,33 +1,33 @@
-"""Mistakes in `param_server/main.py` and its rungs."""
+"""Mistakes in `param_server/main.py` and its variants."""
 
 from tests.mutants import Mutant
 
 MAIN, DATA = "param_server/main.py", "param_server/data.py"
-TURNS, ASYNC = "param_server/turns.py", "param_server/async_server.py"
-BOUNDED, STALENESS = "param_server/bounded_server.py", "param_server/staleness.py"
-LOCK, BOUND = ["--consistency", "lock"], ["--consistency", "bounded"]
+ASYNC, BOUNDED = "param_server/async_server.py", "param_server/bounded_server.py"
 
 
-def mutant(name, file, old, new, check, flags=()):
-    """One that `--check` of `main.py` must see."""
-    return Mutant(name, file, old, new, check=check, flags=flags, program=MAIN)
+def mutant(name, file, old, new, check, flags=(), program=None):
+    """One that `--check` must see: of the file, or of `main.py` if it is no program."""
+    program = program or (file if file in (ASYNC, BOUNDED) else MAIN)
+    return Mutant(name, file, old, new, check=check, flags=flags, program=program)
 
 
 MUTANTS = [
     mutant("every step is made twice", MAIN,
-           "        opt.step(cid)  #", "        opt.step(cid)\n        opt.step(cid)  #", check="updates"),
+           "                    opt.step(cid)  #", "                    opt.step(cid)\n                    opt.step(cid)  #",
+           check="updates"),
     mutant("the step of the smaller batch is forgotten", MAIN,
-           "        opt.step(cid)  #", "        len(data) < args.batch_size or opt.step(cid)  #", check="updates"),
-    mutant("the tutorial's optimizer, compiled, takes no lock", MAIN,
-           "DistributedOptimizer(SGD, param_rrefs, server=server, trainer=rank,",
-           "DistributedOptimizer(optim.SGD, param_rrefs,", check="updates"),
+           "opt.step(cid)  #", "len(data) < args.batch_size or opt.step(cid)  #", check="updates"),
+    mutant("the tutorial's optimizer, compiled, takes no lock", ASYNC,
+           "super().__init__(AsyncSGD, params_rref, trainer=rpc.get_worker_info().id, **defaults)",
+           "super().__init__(torch.optim.SGD, params_rref, **defaults)", check="updates"),
     mutant("the gradients of two backward passes in a context", MAIN,
-           "        dist_autograd.backward(cid, [loss])\n",
-           "        dist_autograd.backward(cid, [loss], retain_graph=True)\n"
-           "        dist_autograd.backward(cid, [loss])\n", check="gradients"),
+           "                    dist_autograd.backward(cid, [loss])\n",
+           "                    dist_autograd.backward(cid, [loss], retain_graph=True)\n"
+           "                    dist_autograd.backward(cid, [loss])\n", check="gradients"),
     mutant("the sum for the mean", MAIN,
-           "        loss = F.nll_loss(model_output, target)\n",
-           "        loss = F.nll_loss(model_output, target, reduction='sum')\n",
+           "loss = F.nll_loss(model_output, target)\n",
+           "loss = F.nll_loss(model_output, target, reduction='sum')\n",
            check="losses|gradients", flags=["--lr", 0.001]),
     mutant("all trainers have the same share", DATA,
            "shuffled[rank - 1 ::", "shuffled[0 ::", check="training images"),
@@ -67,30 +67,29 @@ MUTANTS = [
            "            weights = {n: w + 0 * p for (n, w), p in zip(self.weights.items(), self.model.parameters())}\n",
            check="weights read"),
     mutant("one stateless module for all threads", ASYNC,
-           "        self.thread = threading.local()\n", "        self.thread = type('Shared', (), {})()\n",
+           "threading.Lock(), threading.local()\n", "threading.Lock(), type('Shared', (), {})()\n",
            check="weights|gradients|error"),
-    mutant("nobody waits for a turn", TURNS,
-           "        server_rref.rpc_sync().acquire()\n", "        pass\n", check="turns|error", flags=LOCK),
+    mutant("nobody waits for a turn", MAIN, "        self.turn.acquire()\n", "        self.turn.acquire(blocking=False)\n",
+           check="turns|error"),
     mutant("the turn is over before the step", MAIN,
-           "        opt.step(cid)  #",
-           "        remote_method('release', net.param_server_rref)\n        opt.step(cid)  #",
-           check="turns|error", flags=LOCK),
+           "                    opt.step(cid)  #",
+           "                    remote_method('release', server)\n                    opt.step(cid)\n"
+           "                    remote_method('acquire', server)  #", check="turns|error"),
     mutant("the accuracy is taken while others train", MAIN,
            "    per_trainer = server.rpc_sync(timeout=0).all_gather(rank, mine)\n",
            "    accuracy = get_accuracy(test_set, net) if rank == 1 else None\n"
            "    per_trainer = server.rpc_sync(timeout=0).all_gather(rank, mine)\n"
-           "    if rank == 1:\n        return {'test_accuracy': accuracy, 'per_trainer': per_trainer,\n"
-           "                'staleness': remote_method('get_staleness', server)}\n",
+           "    if rank == 1:\n        return {'test_accuracy': accuracy, 'per_trainer': per_trainer}\n",
            check="test|weights|dropout|updates", flags=["--world_size", 4]),
-    mutant("another learning rate", MAIN, "trainer=rank, lr=args.lr)", "trainer=rank, lr=args.lr / 2)", check="weights"),
+    mutant("another learning rate", MAIN, "SGD, param_rrefs, lr=args.lr)", "SGD, param_rrefs, lr=args.lr / 2)", check="weights"),
     mutant("momentum that nobody asked for", MAIN,
-           "trainer=rank, lr=args.lr)", "trainer=rank, lr=args.lr, momentum=0.5)", check="weights"),
+           "SGD, param_rrefs, lr=args.lr)", "SGD, param_rrefs, lr=args.lr, momentum=0.5)", check="weights"),
     mutant("an epoch too few", MAIN,
            "for epoch in range(first_epoch, args.epochs):", "for epoch in range(first_epoch + 1, args.epochs):",
            check="training images"),
     mutant("throughput with the warm-up", MAIN,
-           "    server.rpc_sync().all_gather(rank, None)  # all begin together\n    started, steps = time.time(), []\n",
-           "    started, steps = time.time(), []\n    server.rpc_sync().all_gather(rank, None)\n", check="moments"),
+           '    remote_method("all_gather", server, rank, None)  # all begin together\n    started, steps = time.time(), []\n',
+           '    started, steps = time.time(), []\n    remote_method("all_gather", server, rank, None)\n', check="moments"),
     mutant("the loss of the last step only", "param_server/results.py",
            '{"loss": sum(map(sum, same)) / sum(map(len, same))}', '{"loss": same[0][-1]}', check="mean losses"),
     mutant("the seed is ignored", MAIN, "        torch.manual_seed(args.seed)\n", "", check="weights read"),
@@ -106,39 +105,40 @@ MUTANTS = [
            "        with self.weights_lock:\n"
            "            self.note_read(trainer)\n"
            "        return output\n", check="staleness"),
-    mutant("a step counts itself", STALENESS,
-           "        counts[self.steps - self.read_at[trainer]] += 1\n        self.steps += 1\n",
-           "        self.steps += 1\n        counts[self.steps - self.read_at[trainer]] += 1\n", check="staleness"),
-    mutant("only the steps of this trainer are counted", STALENESS,
+    mutant("a step counts itself", ASYNC,
+           "        self.staleness[trainer][self.steps - self.read_at[trainer]] += 1\n        self.steps += 1\n",
+           "        self.steps += 1\n        self.staleness[trainer][self.steps - self.read_at[trainer]] += 1\n",
+           check="staleness"),
+    mutant("only the steps of this trainer are counted", ASYNC,
            "        self.steps += 1\n", "        self.steps += trainer == 1\n", check="staleness"),
-    mutant("one clock for all trainers", STALENESS,
+    mutant("one clock for all trainers", ASYNC,
            "            self.read_at[trainer] = self.steps\n",
            "            self.read_at = dict.fromkeys(range(99), self.steps)\n", check="staleness"),
-    mutant("all steps are those of the first trainer", MAIN,
-           "server=server, trainer=rank,", "server=server, trainer=1,", check="staleness"),
+    mutant("all steps are those of the first trainer", ASYNC,
+           "params_rref, trainer=rpc.get_worker_info().id,", "params_rref, trainer=1,", check="staleness"),
     mutant("the mean over the values, not the gradients", "param_server/results.py",
            "    mean = sum(age * count for age, count in counts.items()) / n_steps if n_steps else None\n",
-           "    mean = sum(counts) / len(counts) if n_steps else None\n", check="staleness, mean"),
-    mutant("the asynchronous server without copies", MAIN,
-           '"async": AsyncParameterServer}', '"async": ParameterServer}', check="error|gradients"),
+           "    mean = sum(counts) / len(counts) if n_steps else None\n", check="staleness, mean", program=ASYNC),
+    mutant("the asynchronous server without copies", ASYNC,
+           "if self.n_trainers == 1:", "if self.n_trainers:", check="error|gradients"),
     mutant("a step too many: the bound is off by one", BOUNDED,
-           "self.steps + 1 - moment + place <=", "self.steps - moment + place <=", check="bound", flags=BOUND),
+           "self.steps + 1 - moment + place <=", "self.steps - moment + place <=", check="bound"),
     mutant("K is ignored", BOUNDED,
            "self.max_staleness, self.steps = max_staleness, 0", "self.max_staleness, self.steps = 10**6, 0",
-           check="bound", flags=BOUND),
+           check="bound"),
     mutant("a forward too many is let in", BOUNDED,
            "len(self.read_at) <= self.max_staleness", "len(self.read_at) <= self.max_staleness + 1",
-           check="error|bound", flags=[*BOUND, "--world_size", 4, "--timeout", 6]),
+           check="error|bound", flags=["--world_size", 4, "--timeout", 6]),
     mutant("as many forwards as K: a lock", BOUNDED,
-           "return len(self.read_at) <= self.max_staleness", "return not self.read_at", check="overlap", flags=BOUND),
-    mutant("trainers do not ask before they step", TURNS,
-           "        server_rref.rpc_sync().acquire_step(", "        (lambda trainer: None)(", check="bound", flags=BOUND),
+           "return len(self.read_at) <= self.max_staleness", "return not self.read_at", check="overlap"),
+    mutant("trainers do not ask before they step", BOUNDED,
+           "        self.server.rpc_sync().acquire_step(", "        (lambda trainer: None)(", check="bound"),
     mutant("who waits is never woken", BOUNDED,
            "self.waiting = [entry for entry in self.waiting if entry not in turns]", "self.waiting = []",
-           check="error: .*(timed out|RuntimeError)", flags=[*BOUND, "--timeout", 6]),
+           check="error: .*(timed out|RuntimeError)", flags=["--timeout", 6]),
     Mutant("two steps are let through at a time", BOUNDED,
            "return self.stepping is None and all(", "return all(", test="tests/test_param_server.py::test_bound"),
-    Mutant("the forward of a step that failed stays in flight", TURNS,
-           "            server_rref.rpc_async().give_up(rpc.get_worker_info().id)\n", "            pass\n",
+    Mutant("the forward of a step that failed stays in flight", BOUNDED,
+           "            server.rpc_async().give_up(trainer)\n", "            pass\n",
            test="tests/test_param_server.py::test_a_step_that_fails"),
 ]

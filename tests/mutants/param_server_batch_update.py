@@ -1,14 +1,12 @@
-"""Mistakes in `param_server/batch_update.py` and its rung."""
+"""Mistakes in `param_server/batch_update.py` and its variant."""
 
 from tests.mutants import Mutant
 
 MAIN, FLAT = "param_server/batch_update.py", "param_server/flat_update.py"
 SMALL = ["--arch", "resnet18", "--image_size", 32, "--batch_size", 4, "--num_classes", 5, "--world_size", 3]
-TENSORS = [*SMALL, "--send", "tensors"]
 LOCKED = """        with self.lock:  # the sum, too: of two additions at the same time one could be lost
-            with timeline.span("add", trainer=rank):
-                for total, g in zip(self.sums, grads, strict=True):
-                    total += g
+            for total, g in zip(self.sums, grads, strict=True):
+                total += g
 """
 UNLOCKED = """        for total, g in zip(self.sums, grads, strict=True):
             total += g
@@ -16,25 +14,25 @@ UNLOCKED = """        for total, g in zip(self.sums, grads, strict=True):
 """
 
 
-def mutant(name, file, old, new, check, flags=SMALL):
-    """One that `--check` of `batch_update.py` must see."""
-    return Mutant(name, file, old, new, check=check, flags=flags, program=MAIN)
+def mutant(name, file, old, new, check, program=FLAT):
+    """One that `--check` must see: of `flat_update.py`, which runs most of `batch_update.py`, too."""
+    return Mutant(name, file, old, new, check=check, flags=SMALL, program=program)
 
 
 MUTANTS = [
     mutant("the server's zero_grad forgotten", MAIN,
-           "                for total in self.sums:\n                    total.zero_()\n", "", "gradients"),
+           "            for total in self.sums:\n                total.zero_()\n", "", "gradients"),
     mutant("the server's gradients are dropped, the statistics stay", MAIN,
-           "                for total in self.sums:\n                    total.zero_()\n",
-           "                self.optimizer.zero_grad(set_to_none=False)\n", "statistics"),
+           "            for total in self.sums:\n                total.zero_()\n",
+           "            self.optimizer.zero_grad(set_to_none=False)\n", "statistics"),
     mutant("the trainer's zero_grad forgotten", MAIN,
-           "                self.m.zero_grad(set_to_none=False)", "                pass", "gradients"),
+           "            self.m.zero_grad(set_to_none=False)", "            pass", "gradients"),
     mutant("the trainer's zero_grad forgotten (tensors)", MAIN,
-           "                self.m.zero_grad(set_to_none=False)", "                pass", "gradients", TENSORS),
+           "            self.m.zero_grad(set_to_none=False)", "            pass", "gradients", MAIN),
     mutant("zero_grad drops the views", MAIN,
            "self.m.zero_grad(set_to_none=False)", "self.m.zero_grad()", "gradients"),
     mutant("the sum for the mean", MAIN,
-           "                for total in self.sums:\n                    total /= self.batch_update_size\n", "",
+           "            for total in self.sums:\n                total /= self.batch_update_size\n", "",
            "gradients"),
     mutant("the mean over all processes", MAIN,
            "total /= self.batch_update_size", "total /= self.batch_update_size + 1", "gradients"),
@@ -43,10 +41,10 @@ MUTANTS = [
            "self.batch_update_size = args.world_size - 1", "self.batch_update_size = args.world_size - 2",
            "gradients|arrivals|error"),
     mutant("the gradient is added twice", MAIN,
-           "                    total += g\n", "                    total += g\n                    total += g\n",
+           "                total += g\n", "                total += g\n                total += g\n",
            "gradients"),
     mutant("the tutorial's statistics", MAIN,
-           "                    buffer.copy_(mean)\n", "                    pass\n", "statistics"),
+           "                buffer.copy_(mean)\n", "                pass\n", "statistics"),
     mutant("no statistics from the trainers", FLAT,
            "        self.gradient[self.n_params :] = self.weights[self.n_params :]\n", "", "statistics"),
     mutant("the weights of the beginning for ever", MAIN,
@@ -64,7 +62,7 @@ MUTANTS = [
            "        self.set_model(self.ps_rref.rpc_sync().get_model())\n",
            "        self.set_model(self.ps_rref.rpc_sync().get_model())\n        self.m.eval()\n", "training mode"),
     mutant("no momentum", MAIN, "lr=args.lr, momentum=0.9)", "lr=args.lr)", "weights"),
-    mutant("the step is forgotten", MAIN, "                self.optimizer.step()\n", "", "weights|gradients"),
+    mutant("the step is forgotten", MAIN, "            self.optimizer.step()\n", "", "weights|gradients"),
     mutant("the loss as a sum", MAIN, "nn.MSELoss()", "nn.MSELoss(reduction='sum')", "losses"),
     mutant("the loss of the first trainer only", "param_server/batch_update_results.py",
            'statistics.mean(step_stats["loss"] for step_stats in update)', 'update[0]["loss"]', "mean losses"),
