@@ -72,14 +72,14 @@ STEPS = (("training steps of all trainers", "trainers"),
          ("全トレーナーの訓練ステップ", "トレーナー数"))
 GROWING = {
     "rpc_rl": Growth(
-        "rpc_rl/main.py --world_size {n+1} --max_episodes 6 --reward_threshold 300",
+        "rpc_rl/fast.py --world_size {n+1} --max_episodes 6 --reward_threshold 300",
         (1, 2, 4, 8, 15), "ranks", lambda metrics: metrics["env_steps_per_s"], lambda n: n,
         ENV_STEPS, "--max_episodes 1"),
     "batch_rl": Growth(
-        "batch_rl/main.py --observers {n} --num_episode 2 --num_steps 300", (1, 2, 4, 8, 15),
+        "batch_rl/fast.py --observers {n} --num_episode 2 --num_steps 300", (1, 2, 4, 8, 15),
         "ranks", batched, lambda n: n, ENV_STEPS, "--num_episode 1 --num_steps 20"),
     "batch_rl_envs": Growth(
-        "batch_rl/main.py --observers 2 --num_episode 2 --num_steps 200 --envs_per_observer {n}",
+        "batch_rl/vector.py --observers 2 --num_episode 2 --num_steps 200 --envs_per_observer {n}",
         (1, 4, 16, 64, 256), "size", batched, lambda n: 2 * n,
         (("environment steps", "environments of each of 2 observers"),
          ("環境ステップ", "オブザーバー（2個）あたりの環境数")), "--num_episode 1 --num_steps 20"),

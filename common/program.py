@@ -1,10 +1,13 @@
 """What the `main()` of every program ends with: it runs, or is held against one process."""
 
+import atexit
 import importlib
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from common.launcher import launch
+from common.launcher.worker import exit_now
 
 
 def run_program(run_worker, args, role_name, finish):
@@ -24,9 +27,22 @@ def run_program(run_worker, args, role_name, finish):
         SystemExit: 1 after one line if a rank fails, or if the check does.
     """
     if args.check:
-        return check(run_worker, args)
-    metrics = launch(run_worker, args, role_name)
-    return None if metrics is None else finish(metrics, args)
+        result = check(run_worker, args)
+    else:
+        metrics = launch(run_worker, args, role_name)
+        result = None if metrics is None else finish(metrics, args)
+    end_at_once(run_worker)
+    return result
+
+
+def end_at_once(run_worker):
+    """Under torchrun, where this process is a rank, let its end be as that of any other rank.
+
+    Python would take itself apart around the threads of torch and of the launcher, which aborted
+    one run in three on a busy machine.
+    """
+    if dist.is_torchelastic_launched() and run_worker.__module__ == "__main__":
+        atexit.register(exit_now, 0)
 
 
 def check(run_worker, args):

@@ -11,7 +11,8 @@ What is recorded stands beside the program, in its `results.py`:
 The second kind is that of the backward of what the function returns. A third entry names the line
 of the lesson where there is none on the stack: "HybridModel.forward" calls a layer of torch's on
 another process. At the end, rank 0 gathers the spans of all processes and writes `timeline.html`,
-`timeline.json` and `timeline.png`.
+`timeline.json` and `timeline.png`. A program without results of its own has those of its folder. A
+`shown_first(spans_by_role, args)` beside `SPANS` chooses what the picture shows.
 """
 
 import functools
@@ -57,18 +58,24 @@ class Traced:
         if rank == 0 and any(gathered.values()):
             spans = {role: gathered[role] for role in roles}
             title = f"{self.program.replace('.', '/')}.py, {world_size} processes"
-            timeline_report.save(spans, args.output_dir, title, shown_first(spans),
-                                 report.machine(args))
+            choose = getattr(results_of(self.program), "shown_first", None)
+            shown = choose(spans, args) if choose else shown_first(spans)
+            timeline_report.save(spans, args.output_dir, title, shown, report.machine(args))
         return metrics
 
 
-def spans_of(program):
-    """The `SPANS` of a program's results; None if there are none."""
+def results_of(program):
+    """The results module of a program, "param_server.main"; None if there is no such program."""
     module = importlib.util.find_spec(program) and importlib.import_module(program)
     if not hasattr(module, "role_name"):
         return None
     results = common.program.belonging_to(Path(module.__file__), "results")
-    return getattr(importlib.import_module(f"{program.partition('.')[0]}.{results}"), "SPANS", None)
+    return importlib.import_module(f"{program.partition('.')[0]}.{results}")
+
+
+def spans_of(program):
+    """The `SPANS` of a program's results; None if there are none."""
+    return getattr(results_of(program), "SPANS", None)
 
 
 def wrap(spans, program):

@@ -122,7 +122,8 @@ class Agent:
     def select_action(self, ob_id, state):
         """Called by an observer over RPC: a state, 4 numbers, to an action, 0 or 1."""
         probs = self.policy(torch.tensor(state, device=self.device))
-        m = Categorical(probs)
+        report.require_finite(probs[0], "in an episode", "a probability")
+        m = Categorical(probs, validate_args=False)  # which would look at them once more
         action = m.sample()
         self.saved_log_probs[ob_id].append(m.log_prob(action))
         return action.item()

@@ -206,13 +206,13 @@ def test_checkpoint_is_read_safely_onto_this_ranks_device(one_rank, tmp_path, mo
 
     monkeypatch.setattr(torch, "load", recorded)
     args = parsed(ddp_basic, tmp_path, "--world_size", 1, "--device", "cpu")
-    args.private_path = tmp_path / "private"
     ddp_basic.setup(0, 1, args)
     losses = ddp_basic.demo_checkpoint(0, 1, args)
     assert losses == ddp_basic.demo_basic(0, 1, args)  # the same weights have been loaded
     ddp_basic.cleanup()
-    assert calls == [(args.private_path, {"map_location": torch.device("cpu"), "weights_only": True})]
-    assert not args.private_path.exists()
+    path = args.output_dir.resolve() / f".model.{os.getpid()}.tmp"
+    assert calls == [(path, {"map_location": torch.device("cpu"), "weights_only": True})]
+    assert not path.exists()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: all ranks share it")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from common import cli
 from common.launcher import launch, start
 
@@ -76,8 +77,12 @@ PROGRAMS = [
             {"ps": "rpc_rnn.main:EmbeddingTable.forward", "trainer2": "rpc_rnn.main:RNNModel.forward"}),
     Program("model_parallel_resnet.main", "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000",
             "master worker1 worker2",
-            {"master": "model_parallel_resnet.early_backward:EarlyResNet50.forward",
+            {"master": "model_parallel_resnet.main:DistResNet50.forward",
              "worker2": "model_parallel_resnet.main:ResNetShard2.forward"}),
+    Program("model_parallel_resnet.early_backward",
+            "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000", "master worker1 worker2",
+            {"master": "model_parallel_resnet.early_backward:EarlyResNet50.forward",
+             "worker2": "model_parallel_resnet.early_backward:ShardOptimizer.add"}),
     Program("model_parallel_resnet.schedules", "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000",
             "stage0 stage1", {"stage1": "model_parallel_resnet.schedules:Pipeline.train_step"}),
     Program("ddp_basic.main", "--demo basic --steps 10000000", "rank0 rank1",
@@ -429,7 +434,8 @@ def test_slow_role(lesson, role, function, words, clean, tmp_path, capfd):
     """A rank that lives, beats and keeps the others waiting is named, too: nobody takes it for dead."""
     program = named(lesson)
     if lesson == "batch_rl.main":  # another observer, to be kept waiting
-        program = program._replace(flags=f"{program.flags} --observers 2", roles=f"{program.roles} observer2")
+        program = program._replace(lesson="batch_rl.fast", flags=f"{program.flags} --observers 2",
+                                   roles=f"{program.roles} observer2")
     run = Run(program._replace(raises={role: function}), tmp_path, "sleep", role, timeout_s=TIMEOUT_S)
     run.disturb()
     err = capfd.readouterr().err
@@ -445,6 +451,7 @@ def launcher(program, folder, timeout_s=TIMEOUT_S):
     if pid:
         return pid
     os.setsid()
+    torch.set_num_threads(1)  # the threads of OpenMP are not there any more, and it would wait for them
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's

@@ -36,7 +36,11 @@ from tests.helpers import ROOT, run
 
 # Every program, and what it calls when its input is good, other than `run_program`.
 PROGRAMS = {
-    "batch_rl.main": ["launch"],
+    "batch_rl.double_buffering": [],
+    "batch_rl.fast": [],
+    "batch_rl.main": [],
+    "batch_rl.until_solved": [],
+    "batch_rl.vector": [],
     "benchmarks.batch_rl": ["launch"],
     "benchmarks.ddp_rpc_hybrid": ["train"],
     "benchmarks.ddp_rpc_hybrid_tables": ["train"],
@@ -49,13 +53,14 @@ PROGRAMS = {
     "benchmarks.rpc_rl_seeds": ["train"],
     "benchmarks.rpc_rnn": ["launch"],
     "benchmarks.start": ["measure"],
-    "ddp_basic.elastic": ["launch"],
-    "ddp_basic.fsdp": ["launch"],
-    "ddp_basic.main": ["launch"],
-    "ddp_rpc_hybrid.main": ["launch"],
-    "ddp_rpc_hybrid.sharded_table": ["launch"],
-    "model_parallel_resnet.main": ["launch"],
-    "model_parallel_resnet.schedules": ["launch"],
+    "ddp_basic.elastic": [],
+    "ddp_basic.fsdp": [],
+    "ddp_basic.main": [],
+    "ddp_rpc_hybrid.main": [],
+    "ddp_rpc_hybrid.sharded_table": [],
+    "model_parallel_resnet.early_backward": [],
+    "model_parallel_resnet.main": [],
+    "model_parallel_resnet.schedules": [],
     "model_parallel_resnet.single_machine": ["train_toy"],
     "p2p_collectives.init_methods": [],
     "p2p_collectives.main": [],
@@ -194,7 +199,7 @@ def stubbed(monkeypatch, tmp_path):
     for name, calls in PROGRAMS.items():
         module = importlib.import_module(name)
         for call in calls:
-            monkeypatch.setattr(module, call, accept)
+            monkeypatch.setattr(module if hasattr(module, call) else program, call, accept)
         with contextlib.suppress(ModuleNotFoundError):  # what `--check` calls
             oracle = importlib.import_module(f"{name}_check".replace("main_check", "check"))
             monkeypatch.setattr(oracle, "launch", accept, raising=False)
@@ -318,7 +323,7 @@ def torchrun(monkeypatch):
         monkeypatch.setenv(name, "0")
 
 
-DISTRIBUTED = [name for name, calls in PROGRAMS.items() if calls == ["launch"]]
+DISTRIBUTED = [name for name, calls in PROGRAMS.items() if calls in ([], ["launch"])]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)

@@ -109,7 +109,7 @@ def test_diverged(tmp_path, capfd):
         train(tmp_path, "--lr", "1e30", "--max_episodes", "9")
     assert stop.value.code == 1
     err = capfd.readouterr().err.strip()
-    assert re.fullmatch(r"error: rank 0 \(agent\) has a loss of \S+ after .*: training has diverged; give a smaller "
+    assert re.fullmatch(r"error: rank 0 \(agent\) has a \w+ of \S+ (after|in) an .*: training has diverged; give a smaller "
                         r"--lr; stopped 2 other processes", err)
     assert not (tmp_path / "out/metrics.json").exists()
 

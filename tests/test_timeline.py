@@ -161,6 +161,8 @@ TRACED = {  # flags, and what is recorded in each process
     "batch_rl/main.py": (["--observers", "2", "--num_steps", "20"], {
         "agent": {"select_action", "finish_episode"}, "observer1": {"env.step"},
         "observer2": {"env.step"}}),
+    "batch_rl/vector.py": (["--observers", "1", "--num_steps", "20"], {
+        "agent": {"select_action", "finish_episode"}, "observer1": {"env.step"}}),
     "ddp_rpc_hybrid/main.py": (["--epochs", "1"], {
         **{f"trainer{rank}": {"forward", "backward with all_reduce", "remote call", "step"}
            for rank in range(2)},
