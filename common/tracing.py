@@ -17,7 +17,6 @@ another process. At the end, rank 0 gathers the spans of all processes and write
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -66,12 +65,13 @@ class Traced:
 
 def results_of(program):
     """The results module of a program, "param_server.main"; None if there is no such program."""
-    module = importlib.util.find_spec(program) and importlib.import_module(program)
+    path = timeline.ROOT / f"{program.replace('.', '/')}.py"
+    module = importlib.import_module(program) if path.is_file() else None
     if not hasattr(module, "role_name"):
         return None
     if getattr(module, "finish", None) and module.finish.__module__ != program:
         return sys.modules[module.finish.__module__]
-    results = common.program.belonging_to(Path(module.__file__), "results")
+    results = common.program.belonging_to(path, "results")
     return importlib.import_module(f"{program.partition('.')[0]}.{results}")
 
 

@@ -38,12 +38,11 @@ from common.session import group_options
 from p2p_collectives import shared_memory_results as results
 from p2p_collectives.fast_ring import RingAllReduce, group_with_small_buffers
 from p2p_collectives.ring_allreduce import DTYPES, contribution
+from p2p_collectives.shared_memory_results import COPIED, HIERARCHICAL, SHARED
 
 EXAMPLE = "p2p_collectives/shared_memory"
 BLOCK_SIZE = 2**16  # elements of a slice that are added up at a time: a core's cache holds them
 PAGE_BYTES = 2**12
-SHARED, COPIED = "shared_memory", "shared_memory_copied"
-HIERARCHICAL = "hierarchical"
 
 
 def role_name(rank, world_size):

@@ -79,7 +79,7 @@ def test_targets_are_the_next_tokens():
 
 def test_the_parts_draw_other_numbers(monkeypatch):
     """With one seed for all, the encoder would be the decoder where their sizes agree."""
-    monkeypatch.setattr(rpc_rnn.rpc, "remote", lambda to, function, args: args[0](*args[1:]))
+    monkeypatch.setattr(rpc_rnn.rpc, "remote", lambda to, part_class, args: part_class(*args))
     model = rpc_rnn.RNNModel("ps", 10, 64, 64, 1, 0.0, 0, "cpu")
     drawn = [weight.detach().flatten()[:640] / weight.abs().max().item() for weight in (
         model.emb_table_rref.encoder.weight, model.rnn.weight_ih_l0, model.decoder_rref.decoder.weight)]
