@@ -21,7 +21,9 @@ over all ranks: every rank takes the step that a single process with all samples
 Last line: basic, checkpoint, model_parallel on 2 ranks: loss 1.169 -> 0.572
 """
 
+import contextlib
 import os
+import time
 from datetime import timedelta
 
 import torch
@@ -35,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_basic import results
 from ddp_basic.data import toy_samples
-from ddp_basic.skew import timed_steps
 
 JOIN_TIMEOUT_S = 60.0  # processes take seconds to start: a tight --timeout is not for that
 
@@ -126,6 +127,59 @@ def demo_skew(rank, world_size, args):
         delay = args.delay if rank == slow_rank else 0.0
         spans[name] = timed_steps(ddp_model, inputs, labels, delay, args)
     return spans
+
+
+def timed_steps(ddp_model, inputs, labels, delay, args):
+    """Train, with extra work of `delay` seconds in every step.
+
+    Args:
+        ddp_model: wrapped, on any device.
+        inputs, labels: (n, 10) and (n, 5), of this rank.
+        delay: of this rank, in seconds.
+        args: with `lr`, `steps` and `timeout`, the seconds that the model's process group waits.
+
+    Returns:
+        For each step, in seconds since all ranks began: its start, the start of its backward, its
+        end.
+
+    Raises:
+        RuntimeError: in words, if the gradients of another rank did not come within the timeout.
+    """
+    loss_fn = nn.MSELoss()
+    optimizer = optim.SGD(ddp_model.parameters(), lr=args.lr)
+    dist.barrier()  # the clocks of all ranks start together
+    zero, spans = time.perf_counter(), []
+    for step in range(1, args.steps + 1):
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        outputs = ddp_model(inputs)
+        loss = loss_fn(outputs, labels)
+        report.require_finite(loss, f"at step {step}")
+        time.sleep(delay)  # a slower machine, longer samples, a file that only this rank writes
+        computed = time.perf_counter()
+        with waits_at_most(args.timeout, step):
+            loss.backward()  # the fast ranks wait in here
+        optimizer.step()
+        spans.append([moment - zero for moment in (started, computed, time.perf_counter())])
+    return spans
+
+
+@contextlib.contextmanager
+def waits_at_most(timeout, step):
+    """Tell in words if a `backward()` in here has waited for longer than the timeout."""
+    started = time.perf_counter()
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo says "Timed out waiting 2000ms for recv operation", or "Connection closed by peer"
+        # where another waiting rank has given up a moment earlier. How long it took distinguishes
+        # this from a rank that died.
+        if time.perf_counter() - started < 0.9 * timeout:
+            raise
+        raise RuntimeError(
+            f"step {step}: rank {dist.get_rank()} waited {timeout:g} s in backward() for the "
+            "gradients of a slower rank; make the ranks equally fast, or give a larger --timeout"
+        ) from error
 
 
 def demo_checkpoint(rank, world_size, args):

@@ -255,8 +255,8 @@ def test_timeout_is_told_in_words(tmp_path, capfd):
     *_, told, last = capfd.readouterr().err.splitlines()
     assert told.startswith("RuntimeError: step 1: rank 0 waited 3 s in backward() for the gradients of a slower rank")
     assert "--timeout" in told
-    assert last.startswith("error: rank 0 (rank0) has waited for 3 s at ddp_basic/skew.py:")
-    assert "rank 1 (rank1) is at ddp_basic/skew.py:" in last  # in its sleep
+    assert last.startswith("error: rank 0 (rank0) has waited for 3 s at ddp_basic/main.py:")
+    assert "rank 1 (rank1) is at ddp_basic/main.py:" in last  # in its sleep
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,7 @@
-"""The rooms of the house: what every lesson's folder has, and what its main program never has."""
+"""The layout: what every lesson's folder has, and what its main program never has."""
 
 import ast
+import graphlib
 import json
 import re
 from pathlib import Path
@@ -99,6 +100,28 @@ def test_a_folder_imports_only_common_and_itself(folder):
     for path in (ROOT / folder).glob("*.py"):
         _, anywhere = imported(ast.parse(path.read_text()))
         assert not {name.split(".")[0] for name in anywhere} & others, path
+
+
+def own_imports(folder):
+    """For each module of a folder, the modules of the same folder that it imports, anywhere."""
+    graph = {}
+    for path in (ROOT / folder).glob("*.py"):
+        _, anywhere = imported(ast.parse(path.read_text()))
+        graph[path.stem] = {name.split(".")[1] for name in anywhere if name.split(".")[0] == folder}
+    return {name: {other for other in others if other in graph} for name, others in graph.items()}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_point_one_way(folder):
+    """A variant imports main, never the other way round: no two files import each other, however indirectly."""
+    graph = own_imports(folder)
+    list(graphlib.TopologicalSorter(graph).static_order())  # CycleError
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_main_imports_no_variant(folder):
+    """What runs is what stands in main.py: of its folder it imports data and results only."""
+    assert own_imports(folder)["main"] <= {"data", "results"}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
