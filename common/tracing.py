@@ -67,7 +67,7 @@ def results_of(program):
     """The results module of a program, "param_server.main"; None if there is no such program."""
     path = timeline.ROOT / f"{program.replace('.', '/')}.py"
     module = importlib.import_module(program) if path.is_file() else None
-    if not hasattr(module, "role_name"):
+    if not hasattr(module, "build_parser"):
         return None
     if getattr(module, "finish", None) and module.finish.__module__ != program:
         return sys.modules[module.finish.__module__]

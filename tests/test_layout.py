@@ -18,7 +18,7 @@ PROGRAMS = [
     "rpc_rl/main.py", "rpc_rl/fast.py", "rpc_rnn/main.py", "rpc_rnn/prefetch.py",
     "rpc_rnn/several_trainers.py", "param_server/main.py", "param_server/batch_update.py",
     "model_parallel_resnet/main.py", "model_parallel_resnet/early_backward.py",
-    "model_parallel_resnet/schedules.py", "model_parallel_resnet/single_machine.py",
+    "model_parallel_resnet/single_machine.py",
     "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "ddp_rpc_hybrid/sharded_table.py",
 ]  # fmt: skip
 FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
