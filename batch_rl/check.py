@@ -1,43 +1,39 @@
-"""`--check`: whole runs over RPC, held against a program of one process that plays them again.
+"""`--check`: a whole run over RPC, held against a program of one process that plays it again.
 
-The runs are the lesson's own: `--mode train`, always in batches, and `--mode compare`, with and
-without batches in turns; each rung of the ladder (rungs.py) in at least one of them. Episodes are
-short, and the threshold is one that they pass; recording.py says what else is changed.
+One oracle for all programs of this folder: until_solved.py trains in batches, the others compare
+episodes with and without batches in turns. Episodes are short, and the threshold of a training is
+one that it passes; recording.py says what else is changed.
 
-Of the vector rungs all draws have their place: one process makes the same ones (play_check.py). Of
-lists only in batches; one by one, whoever asks first draws first: there the oracle takes dropout
-masks and actions from the run, and holds them as what they are: random, at the right rate.
+With vector environments all draws have their place: one process makes the same ones
+(play_check.py). With lists only in batches; one by one, whoever asks first draws first: there the
+oracle takes dropout masks and actions from the run, and holds them as what they are: random, at the
+right rate.
 """
 
 import argparse
+import math
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, in_float64, verdict
 from torch import nn
 
-from batch_rl import main as lesson
-from batch_rl import metrics_check
-from batch_rl.metrics_check import NUM_EPISODE
+from batch_rl import results
 from batch_rl.play_check import N_STEPS, as_vector, one_by_one
 from batch_rl.recording import TIME_LIMIT, DistinctRewards, record
 
+NUM_EPISODE = 2  # to compare, after a warm-up
 EPISODES, THRESHOLD = 8, 10.0  # to train: at most, and a running reward that they pass earlier
-RUNS = [  # each rung
-    {"mode": "train", "agent": "plain"}, {"mode": "compare", "agent": "fast"},
-    {"mode": "compare", "agent": "plain"}, {"mode": "compare", "envs": "vector"},
-    {"mode": "train", "envs": "sync", "double_buffering": True},
-]
+SIGMAS = 6  # two random choices in a billion are further from what is expected
 
 
 def single_process(args, run):
     """Play and learn in this process, one environment after the other where the order is free.
 
     Args:
-        args: the flags of the run.
+        args: the flags of the run, with those that `check` has added.
         run: its episodes: whether they were in batches; and without, their masks and actions.
 
     Returns:
@@ -56,14 +52,14 @@ def single_process(args, run):
             env = gym.make("CartPole-v1", max_episode_steps=TIME_LIMIT if rank == 1 else None)
             envs[rank, k] = DistinctRewards(env, rank, k)
     episodes, running_reward = [], 0.0
-    for number in range(EPISODES if args.mode == "train" else 2 * (1 + NUM_EPISODE)):
-        if args.mode == "train" and (running_reward > THRESHOLD or number == len(run)):
+    for number in range(2 * (1 + NUM_EPISODE) if args.timed else EPISODES):
+        if not args.timed and (running_reward > THRESHOLD or number == len(run)):
             break  # solved; or the run has ended here, whether it should or not
-        batch = args.mode == "train" or number % 2 == 0
+        batch = not args.timed or number % 2 == 0
         seeds = {rank: torch.randint(2**30, (), generator=env_seeds).item() for rank in ranks}
         start = (envs, (hidden, output), args, seeds)
-        played = (one_by_one(*start, batch, run[number]) if args.envs == "plain"
-                  else as_vector(*start, rng))
+        played = (as_vector(*start, rng) if args.n_groups
+                  else one_by_one(*start, batch, run[number]))
         returns = torch.tensor([R for where in envs for R in played[where]["returns"]])
         log_probs = torch.stack([log_p for where in envs for log_p in played[where]["log_probs"]])
         spread = returns.std(correction=0) + torch.finfo(torch.float32).eps
@@ -87,40 +83,42 @@ def single_process(args, run):
     return episodes
 
 
-def check(args):
-    """Compare both modes and all rungs; the differences in the process that reports, else None."""
+def check(program, args):
+    """Hold a run of a program against one process.
+
+    Args:
+        program: the module; it times episodes, or trains if it has `train`.
+        args: its flags.
+
+    Returns:
+        The differences in the process that reports, else None.
+    """
+    name = program.__name__
+    flags = argparse.Namespace(**{
+        **vars(args), "program": name, "timed": not hasattr(program, "train"),
+        # Of vector environments; 0: lists.
+        "n_groups": 2 if name.endswith("double_buffering") else int(hasattr(args, "envs")),
+        "num_steps": N_STEPS, "num_episode": NUM_EPISODE,
+        "max_episodes": EPISODES, "reward_threshold": THRESHOLD})
+    recorded = launch(record, flags, program.role_name)
+    if recorded is None:
+        return None
     findings = Comparison(f"{args.world_size} processes")
-    runs = RUNS
-    if dist.is_torchelastic_launched() or args.rank is not None:
-        runs = [{"mode": "compare"}]  # one launch
-    for run in runs:
-        flags = {"num_steps": N_STEPS, "num_episode": NUM_EPISODE,
-                 "max_episodes": EPISODES, "reward_threshold": THRESHOLD}
-        if runs is RUNS:
-            flags |= {"agent": "fast", "envs": "plain", "double_buffering": False}
-        flags = argparse.Namespace(**{**vars(args), **flags, **run})
-        if flags.envs != "plain":  # of which double buffering makes halves
-            flags.envs_per_observer = 2 * args.envs_per_observer
-        recorded = launch(record, flags, lesson.role_name)
-        if recorded is None:
-            return None
-        compare(findings, recorded, flags)
+    compare(findings, recorded, flags)
     return verdict(findings.as_dict())
 
 
 def compare(findings, recorded, args):
     """Hold what `record` returned against one process."""
-    episodes, name = recorded["episodes"], f"{args.mode}, {rung_of(args)}"
-    modes = [True, False] * (1 + NUM_EPISODE)
-    if args.mode == "train":
-        modes = [True] * len(episodes)
-    n_groups = 2 if args.double_buffering else 1
-    expected = [n_groups * N_STEPS * (1 if batch else args.world_size - 1) for batch in modes]
+    episodes = recorded["episodes"]
+    modes = [True, False] * (1 + NUM_EPISODE) if args.timed else [True] * len(episodes)
+    of_batch = max(1, args.n_groups) * N_STEPS
+    expected = [of_batch * (1 if batch else args.world_size - 1) for batch in modes]
     used = [ep["forwards"] for ep in episodes]
     in_batches = [ep["batch"] for ep in episodes]
-    if not (findings.holds(f"{name}, episodes", in_batches == modes,
+    if not (findings.holds("episodes", in_batches == modes,
                            f"in batches: {in_batches}, expected {modes}")
-            and findings.holds(f"{name}, forwards", used == expected,
+            and findings.holds("forwards", used == expected,
                                f"{used} of the policy with dropout, expected {expected}")):
         return  # nothing to play again with
     usual = torch.get_num_threads()
@@ -133,28 +131,80 @@ def compare(findings, recorded, args):
     for what in ("states", "actions"):
         played = [[{ob: ep[ob][what] for ob in observers} for ep in side]
                   for side in (episodes, alone)]
-        findings.equal(f"{name}, {what}", *played, because, "episode")
+        findings.equal(what, *played, because, "episode")
     for what, tolerance in (("returns", 1e-12), ("log_probs", 1e-9), ("loss", 1e-9),
                             ("gradients", 1e-9), ("weights", 1e-9),
                             ("reward", 1e-12), ("running_reward", 1e-12)):
-        findings.close(f"{name}, {what.replace('_', ' ')}", [ep[what] for ep in episodes],
+        findings.close(what.replace("_", " "), [ep[what] for ep in episodes],
                        [ep[what] for ep in alone], tolerance, "float64, sums in another order",
                        "episode")
-    if args.mode == "train":
+    if not args.timed:
         solved = alone[-1]["running_reward"] > THRESHOLD
-        findings.holds(f"{name}, end", solved or len(alone) == EPISODES,
+        findings.holds("end", solved or len(alone) == EPISODES,
                        f"after {len(alone)} episodes of at most {EPISODES}, with a running reward "
                        f"of {alone[-1]['running_reward']:.2f}, solved above {THRESHOLD:g}")
-        metrics_check.hold_training(findings, name, recorded["run"], alone, args, solved)
+        hold_training(findings, recorded["run"], alone, args, solved)
         return
-    if args.envs == "plain":
-        metrics_check.hold_randomness(findings, name, [ep for ep in episodes if not ep["batch"]],
-                                      [ep for ep in alone if not ep["batch"]], observers)
-    metrics_check.hold_times(findings, name, recorded["run"]["timed"], alone, args)
+    if not args.n_groups:
+        hold_randomness(findings, [ep for ep in episodes if not ep["batch"]],
+                        [ep for ep in alone if not ep["batch"]], observers)
+    hold_times(findings, recorded["run"]["timed"], alone, args)
 
 
-def rung_of(args):
-    """The name of what plays: "plain agent"."""
-    if args.double_buffering:
-        return "double buffering"
-    return f"{args.agent} agent" if args.envs == "plain" else f"{args.envs} environments"
+def hold_randomness(findings, run, alone, observers):
+    """Without batches the draws depend on who asks first: hold them as what they are."""
+    masks = torch.tensor([ep["masks"][who] for ep in run for who in ep["masks"]]).flatten(0, -2)
+    share, bound = (masks > 0).double().mean().item(), SIGMAS * math.sqrt(0.24 / masks.numel())
+    findings.holds("dropout rate", abs(share - 0.4) < bound,
+                   f"{share:.3f} of {masks.numel()} hidden units were kept, 0.4 +- {bound:.3f}")
+    different = len(masks.unique(dim=0))
+    findings.holds("dropout masks", different == len(masks),
+                   f"{different} of {len(masks)} states had their own mask")
+    p = torch.tensor([ep[ob]["p_right"] for ep in alone for ob in observers]).flatten()
+    action = torch.tensor([ep[ob]["actions"] for ep in run for ob in observers]).flatten()
+    bound = SIGMAS * (p * (1 - p)).sum().sqrt().item()
+    likelier = 1.0 * (action == (p > 0.5))
+    for what, off in (("right", action - p), ("the likelier way", likelier - p.maximum(1 - p))):
+        off = off.sum().item()
+        findings.holds(f"choices {what}", abs(off) < bound,
+                       f"of {len(p)} actions, {off:+.1f} more than by the policy's probabilities, "
+                       f"0 +- {bound:.1f}")
+
+
+def hold_times(findings, timed, alone, args):
+    """Hold the measurements: each in its row, without the warm-up, as steps per second."""
+    played = [sum(map(len, (actions for rank in range(1, args.world_size)
+                            for actions in ep[f"observer{rank}"]["actions"]))) for ep in alone]
+    expected = {  # episode n, counted from 1, takes n seconds of the clock
+        mode: [(2 * i + first, played[2 * i + first - 1]) for i in range(1, 1 + NUM_EPISODE)]
+        for mode, first in (("batched", 1), ("single", 2))}
+    if findings.equal("times", [timed], [expected], "episode n takes n seconds", "run"):
+        return
+    observers = args.world_size - 1
+    table = results.table_of(args, {observers: timed})
+    middle = {mode: sum(steps / seconds for seconds, steps in of_mode) / NUM_EPISODE
+              for mode, of_mode in expected.items()}
+    middle["speed-up"] = middle["batched"] / middle["single"]
+    reported = {row["mode"]: row["env_steps_per_s"] for row in table["rows"]}
+    reported["speed-up"] = table["speedup"][observers]
+    findings.close("table", [reported], [middle], 1e-12, "steps / seconds, median", "run")
+
+
+def hold_training(findings, run, alone, args, solved):
+    """Hold what metrics.json has of a training.
+
+    Args:
+        findings: where to.
+        run: what the program returned.
+        alone: the oracle's episodes.
+        args: the flags of the run.
+        solved: whether the oracle's training was.
+    """
+    steps = sum(len(actions) for ep in alone for rank in range(1, args.world_size)
+                for actions in ep[f"observer{rank}"]["actions"])
+    expected = {"episodes": len(alone), "env_steps": steps, "solved": int(solved),
+                "rewards": [ep["reward"] for ep in alone],
+                "running_rewards": [ep["running_reward"] for ep in alone]}
+    reported = {what: run[what] for what in expected}
+    findings.close("metrics", [reported], [expected], 1e-12, "what metrics.json has",
+                   "training")

@@ -17,7 +17,12 @@ for the last one: that runs the policy once, for all, and completes the future o
     torchrun --nproc_per_node 6 batch_rl/main.py       one agent, five observers
     python batch_rl/main.py --world_size 3 --rank 1 --master_addr HOST    one rank per terminal
 
-Last line: 10 observers: 2702 environment steps/s in batches, 1302 one by one: 2.1 times as many
+The last line names how many times as many environment steps per second batches make. Variants:
+
+    fast.py               the same without an RRef in each request
+    vector.py             one vector environment for all that an observer has, bytes in the messages
+    double_buffering.py   as vector.py; one half of them plays while the other waits for its actions
+    until_solved.py       plays and learns in batches until the pole is balanced for long enough
 """
 
 import threading
@@ -25,8 +30,8 @@ import time
 
 import gymnasium as gym
 import torch
-from common.cli import MOST_PROCESSES, Parser, bounded
-from common.launcher import launch
+from common import program
+from common.cli import MOST_PROCESSES, Parser, bounded, given, refuse, require_processes
 from common.report import require_finite
 from common.session import device_for, rpc_options, wait_all
 from torch import nn, optim
@@ -34,8 +39,7 @@ from torch.distributed import rpc
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
-from batch_rl import rungs, until_solved
-from batch_rl.results import BATCHED, ENV_NAME, SINGLE, env_steps, finish, with_observers
+from batch_rl.results import BATCHED, ENV_NAME, SINGLE, env_steps, finish, require_room
 
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
@@ -43,13 +47,13 @@ RPC_THREADS = 2  # more only queue for the interpreter lock
 EPS = torch.finfo(torch.float32).eps
 
 
-def role_name(rank, world_size):
-    """Rank 0 is the agent, all others are observers."""
+def role_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank: rank 0 is the agent, all others are observers."""
     return AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
 
 
 class Policy(nn.Module):
-    """States (..., 4) to the probabilities (..., 2) of pushing the cart to the left and right."""
+    """Map states (..., 4) to the probabilities (..., 2) of pushing the cart left and right."""
 
     def __init__(self):
         super().__init__()
@@ -57,8 +61,8 @@ class Policy(nn.Module):
         self.dropout = nn.Dropout(p=0.6)
         self.affine2 = nn.Linear(128, 2)
 
-    def forward(self, x):
-        """Works on any number of states at once: the last axis is the one that matters."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Work on any number of states at once: the last axis is the one that matters."""
         x = self.affine1(x)
         x = self.dropout(x)
         x = F.relu(x)
@@ -67,7 +71,7 @@ class Policy(nn.Module):
 
 
 class Observer:
-    """Owns K environments and plays the episodes that the agent asks for; not on rank 0."""
+    """Own K environments and play the episodes that the agent asks for; not on rank 0."""
 
     def __init__(self, args):
         self.id = rpc.get_worker_info().id - 1
@@ -75,8 +79,9 @@ class Observer:
         self.envs = [gym.make(ENV_NAME, disable_env_checker=True)
                      for _ in range(args.envs_per_observer)]
 
-    def run_episode(self, agent_rref, batch, n_steps, seed):
-        """The returns (K, n_steps) of as many steps, and the mean length of the first stretches."""
+    def run_episode(self, agent_rref, batch: bool, n_steps: int,
+                    seed: int) -> tuple[torch.Tensor, float]:
+        """Play n_steps: their returns (K, n_steps) and the mean length of the first stretches."""
         select_action = Agent.select_action_batch if batch else Agent.select_action
         states = [env.reset(seed=seed + k)[0].tolist() for k, env in enumerate(self.envs)]
         rewards, returns = [[] for _ in self.envs], [[] for _ in self.envs]
@@ -96,8 +101,8 @@ class Observer:
                 states[k] = state.tolist()
         return torch.tensor(returns), sum(first_lengths.values()) / len(first_lengths)
 
-    def returns(self, rewards, terminated, n_steps):
-        """The discounted return of each step of one stretch, a list like `rewards`."""
+    def returns(self, rewards: list[float], terminated: bool, n_steps: int) -> list[float]:
+        """Compute the discounted return of each step of one stretch, a list like `rewards`."""
         # Tutorial: 0 behind every stretch, also where time ran out and rewards would have gone on.
         R = 0.0 if terminated else rewards[-1] / max(1 - self.gamma, 1 / n_steps)
         returns = []
@@ -108,11 +113,9 @@ class Observer:
 
 
 class Agent:
-    """Decides for all observers and learns from them; on rank 0."""
+    """Decide for all observers and learn from them; on rank 0."""
 
-    observer = Observer
-
-    def __init__(self, world_size, args):
+    def __init__(self, world_size: int, args, observer_class: type[Observer] = Observer):
         self.args = args
         self.device = device_for(args.device)
         torch.manual_seed(args.seed)
@@ -121,19 +124,19 @@ class Agent:
         self.running_reward = 0.0
         self.seeds = torch.Generator().manual_seed(args.seed)  # of the environments
         self.agent_rref = rpc.RRef(self)
-        self.ob_rrefs = [rpc.remote(OBSERVER_NAME.format(ob_rank), self.observer, args=(args,))
+        self.ob_rrefs = [rpc.remote(OBSERVER_NAME.format(ob_rank), observer_class, args=(args,))
                          for ob_rank in range(1, world_size)]
         self.lock = threading.Lock()
 
-    def act(self, states):
-        """States (..., 4), numbers, to actions (...), numbers, and their log-probabilities."""
+    def act(self, states: list) -> tuple[list, torch.Tensor]:
+        """Choose actions (...) for states (..., 4), both numbers; also their log-probabilities."""
         m = Categorical(self.policy(torch.tensor(states, device=self.device)))
         actions = m.sample()
         return actions.tolist(), m.log_prob(actions)
 
     @staticmethod
     def select_action(agent_rref, ob_id, states):
-        """Called by an observer over RPC: K states to K actions, in a forward of their own."""
+        """Answer an observer over RPC: K actions for K states, in a forward of their own."""
         self = agent_rref.local_value()
         actions, log_probs = self.act(states)
         self.saved_log_probs[ob_id].append(log_probs)
@@ -142,7 +145,7 @@ class Agent:
     @staticmethod
     @rpc.functions.async_execution
     def select_action_batch(agent_rref, ob_id, states):
-        """As `select_action`. The answer is a future: no thread waits for the other observers."""
+        """Answer as `select_action`, with a future: no thread waits for the other observers."""
         self = agent_rref.local_value()
         with self.lock:
             # Tutorial: copied into one tensor, which autograd still needed from the step before.
@@ -158,8 +161,8 @@ class Agent:
             future_actions.set_result(actions)
         return future_action
 
-    def run_episode(self, batch):
-        """Let every observer make its steps, all at the same time; the mean of their rewards."""
+    def run_episode(self, batch: bool) -> float:
+        """Let all observers make their steps at the same time; return the mean of their rewards."""
         self.saved_log_probs = [] if batch else [[] for _ in self.ob_rrefs]
         self.states, self.future_actions = {}, torch.futures.Future()
         futs = []
@@ -171,13 +174,13 @@ class Agent:
         self.returns = torch.stack([returns for returns, _ in rets])
         return sum(length for _, length in rets) / len(rets)
 
-    def log_probs(self, batch):
-        """Of all actions of the episode, with their graph: shape (observers, K, steps)."""
+    def log_probs(self, batch: bool) -> torch.Tensor:
+        """Stack those of the episode's actions, with their graph: (observers, K, steps)."""
         if batch:
             return torch.stack(self.saved_log_probs, dim=-1)
         return torch.stack([torch.stack(saved, dim=-1) for saved in self.saved_log_probs])
 
-    def finish_episode(self, batch, ep_reward):
+    def finish_episode(self, batch: bool, ep_reward: float) -> None:
         """Train on the recorded episode (REINFORCE). No RPC here."""
         returns, log_probs = self.returns, self.log_probs(batch)
         assert log_probs.shape == returns.shape  # Tutorial: unequal; it mixed the observers
@@ -190,60 +193,81 @@ class Agent:
         self.running_reward = 0.5 * ep_reward + 0.5 * self.running_reward
 
 
-def compare(agent, args):
-    """Time episodes of both modes, in turns, with their training: seconds and steps of each."""
-    timed = {BATCHED: [], SINGLE: []}
-    for episode in range(1 + args.num_episode):
-        for mode in (BATCHED, SINGLE):
-            started = time.perf_counter()
-            ep_reward = agent.run_episode(batch=mode == BATCHED)
-            agent.finish_episode(mode == BATCHED, ep_reward)
-            if episode > 0:  # the first one is the warm-up
-                timed[mode].append((time.perf_counter() - started, env_steps(agent.returns)))
-    return {"timed": timed}
+def run_worker(rank: int, world_size: int, args, agent_class: type[Agent] = Agent) -> dict | None:
+    """Time episodes with and without batches, in turns, on rank 0; the others wait for its calls.
 
-
-def run_worker(rank, world_size, args):
-    """Rank 0 runs the experiment and returns its numbers; the others wait for its commands."""
+    Returns:
+        On rank 0 as `timed`, by mode, seconds and environment steps of each episode; else None.
+    """
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args, RPC_THREADS))
     metrics = None
     if rank == 0:
-        agent = rungs.agent_class(args)(world_size, args)  # Agent or a subclass of it
-        metrics = until_solved.train(agent, args) if args.mode == "train" else compare(agent, args)
+        agent = agent_class(world_size, args)
+        timed = {BATCHED: [], SINGLE: []}
+        for episode in range(1 + args.num_episode):
+            for mode in (BATCHED, SINGLE):
+                # Tutorial: a run for each mode, timed with the start of its processes.
+                started = time.perf_counter()
+                ep_reward = agent.run_episode(batch=mode == BATCHED)
+                agent.finish_episode(mode == BATCHED, ep_reward)
+                seconds = time.perf_counter() - started
+                if episode > 0:  # the first one is the warm-up
+                    timed[mode].append((seconds, env_steps(agent.returns)))
+        metrics = {"timed": timed}
     rpc.shutdown()  # waits for everyone: until then, the observers answer the agent's calls
     return metrics
 
 
-def build_parser():
-    """The flags of this example."""
-    parser = Parser("batch_rl", __doc__, world_size=None, min_world_size=2)
+def build_parser(example="batch_rl", description=__doc__):
+    """Make the parser of this program's flags, or of a variant's."""
+    parser = Parser(example, description, world_size=None, min_world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
-    add("--mode", choices=["compare", "train"], default="compare", help="train: until_solved.py")
     add("--observers", type=bounded(int, at_least=1, at_most=MOST_PROCESSES - 1), nargs="+",
-        metavar="N", help="how many; several to compare (default: 1 2 5 10; to train, 5)")
+        metavar="N", help="how many; several to compare (default: 1 2 5 10; to check, 3)")
     add("--envs_per_observer", type=count, default=1, metavar="K", help="all in one request")
     add("--num_episode", type=count, default=2, metavar="N", help="to time, after a warm-up")
     add("--num_steps", type=count, default=500, metavar="N", help="of an environment's episode")
     add("--gamma", type=bounded(float, at_least=0, at_most=1), default=0.99, help="discount factor")
     add("--lr", type=bounded(float, above=0), default=0.01, help="learning rate of Adam")
-    rungs.add_flags(parser)
-    until_solved.add_flags(parser)
     return parser
 
 
-def main(argv=None):
-    """Compare, train or `--check`; metrics or differences where they are reported, else None."""
-    args = with_observers(build_parser().parse_args(argv))
-    if args.check:
-        from batch_rl.check import check
+def set_observers(args):
+    """Make `args.observers` a list, whatever was given; refuse what contradicts `--world_size`."""
+    flag = None if args.observers is None else given(args, "observers")
+    if args.world_size is not None:  # torchrun's, or of a manual launch: all but the agent observe
+        if args.observers not in (None, [args.world_size - 1]):
+            refuse(f"{flag} must be {args.world_size - 1} with --world_size {args.world_size}: "
+                   "all processes but the agent are observers")
+        args.observers = [args.world_size - 1]
+    elif args.observers is None:
+        args.observers = [3] if args.check else [1, 2, 5, 10]
+    else:
+        require_processes(flag, max(args.observers) + 1)
+    if args.check and len(args.observers) > 1:
+        refuse(f"{flag} must be a single number with --check")
+    args.world_size = max(args.observers) + 1
 
-        return check(args)
+
+def compare(run_worker, args):
+    """Run the experiment with each number of observers, or `--check` it: what `main` returns."""
+    set_observers(args)
+    require_room(args)
+    if args.check:
+        return program.run_program(run_worker, args, role_name, finish)
     runs = {}
     for observers in args.observers:  # each starts anew: waiting processes would take time
         args.world_size = observers + 1
-        runs[observers] = launch(run_worker, args, role_name)
-    return None if None in runs.values() else finish(runs, args)
+        runs[observers] = program.launch(run_worker, args, role_name)
+    metrics = None if None in runs.values() else finish(runs, args)
+    program.end_at_once(run_worker)
+    return metrics
+
+
+def main(argv=None):
+    """Compare, or `--check`; metrics or differences where they are reported, else None."""
+    return compare(run_worker, build_parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""An episode of the oracle: plain CartPoles in one process, with the draws of each rung.
+"""An episode of the oracle: plain CartPoles in one process, with the draws of each program.
 
-`one_by_one` is for lists, as main.py has them; `as_vector` is for `--envs vector` and `sync`: the
-same plain CartPoles, one by one, begin where a vector environment would have reset itself to, and
-rest while it does. Both fill what `new_episode` has made.
+`one_by_one` is for lists, as main.py and fast.py have them; `as_vector` is for vector environments:
+the same plain CartPoles, one by one, begin where a vector environment would have reset itself to,
+and rest while it does. Both fill what `new_episode` has made.
 """
 
 import numpy as np
@@ -58,17 +58,16 @@ def one_by_one(envs, layers, args, seeds, batch, run):
 
 
 def as_vector(envs, layers, args, seeds, rng):
-    """Play as the vector rungs do: each group of each observer has its own place in the draws.
+    """Play as vector.py does: each group of each observer has its own place in the draws.
 
     Args:
         envs, layers, args, seeds: see `one_by_one`.
         rng: numpy's generator of dropout and actions.
     """
     hidden, output = layers
-    n_groups = 2 if args.double_buffering else 1
-    observers, n_envs = args.world_size - 1, args.envs_per_observer // n_groups
+    observers, n_envs = args.world_size - 1, args.envs_per_observer // args.n_groups
     episode = new_episode(envs)
-    for group in range(n_groups):
+    for group in range(args.n_groups):
         drawn = rng.bytes(2 * N_STEPS * observers * n_envs * 128)
         kept = torch.tensor(np.frombuffer(drawn, np.uint16) < 26214)  # of 65536: 0.4
         kept = kept.view(N_STEPS, observers, n_envs, 128)

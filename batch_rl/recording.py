@@ -1,4 +1,4 @@
-"""What `--check` records of a run: the lesson's own, in its own processes.
+"""What `--check` records of a run: the program's own, in its own processes.
 
 Each observer keeps the states and actions of its environments, the agent its returns,
 log-probabilities, loss, gradients and weights, and the plain one its dropout masks. Changed is only
@@ -13,6 +13,7 @@ what lets a short run show every mistake:
   is seen.
 """
 
+import importlib
 import threading
 
 import gymnasium as gym
@@ -23,10 +24,16 @@ from torch import nn
 from torch.distributed import rpc
 
 from batch_rl import main as lesson
-from batch_rl import rungs, vector_agent
+from batch_rl import vector
+from batch_rl.double_buffering import DoubleBufferedAgent
+from batch_rl.fast import FastAgent
 
 TIME_LIMIT = 13  # steps, of observer1's environments
 ROWS = 100  # states in a piece of the training
+
+AGENTS = {"batch_rl.main": lesson.Agent, "batch_rl.fast": FastAgent,
+          "batch_rl.vector": vector.VectorAgent, "batch_rl.until_solved": vector.VectorAgent,
+          "batch_rl.double_buffering": DoubleBufferedAgent}  # of each program
 
 _environments = []  # on an observer: all of its own, or all of its vector environments
 
@@ -129,25 +136,26 @@ def taken():
 
 
 def record(rank, world_size, args):
-    """Run the lesson, recorded.
+    """Run `args.program`, recorded.
 
     Returns:
-        On rank 0, what the lesson returned as `run`, and as `episodes` what was seen of each one:
+        On rank 0, what the program returned as `run`, and as `episodes` what was seen of each one:
         `batch`; `forwards`, how many; `masks`, by who asked; `observer1` and so on, each with
         `states` and `actions`; `returns` and `log_probs`, for each environment a list;
         `loss`; `gradients` and `weights` by name; `reward` and `running_reward`. None on observers.
     """
     torch.set_default_dtype(torch.float64)
+    program = importlib.import_module(args.program)
     if rank > 0:
         record_environments(rank)
-        lesson.run_worker(rank, world_size, args)
+        program.run_worker(rank, world_size, args)
         return None
     episodes = []
-    record_agent(rungs.agent_class(args), episodes)
-    if args.mode == "compare":
+    record_agent(AGENTS[args.program], episodes)
+    if args.timed:
         # The n-th episode takes n seconds of this clock, which looks at what is done.
         lesson.time.perf_counter = lambda: sum(range(1, len(episodes) + 1))
-    return {"run": lesson.run_worker(rank, world_size, args), "episodes": episodes}
+    return {"run": program.run_worker(rank, world_size, args), "episodes": episodes}
 
 
 def record_environments(rank):
@@ -172,7 +180,7 @@ def record_agent(agent_class, episodes):
     """From now on, append to `episodes` what each one was."""
     run_episode, finish_episode = agent_class.run_episode, agent_class.finish_episode
     select_action, forward = lesson.Agent.select_action, nn.Dropout.forward
-    pieces, act = vector_agent.Group.pieces, vector_agent.Group.act
+    pieces, act = vector.Group.pieces, vector.Group.act
     log_probs, require_finite = agent_class.log_probs, lesson.require_finite
     asking, one_more = threading.local(), threading.Lock()  # two RPC threads answer requests
     now = {}
@@ -234,9 +242,9 @@ def record_agent(agent_class, episodes):
     agent_class.run_episode = recorded_run_episode
     agent_class.finish_episode = recorded_finish_episode
     agent_class.log_probs = recorded_log_probs
-    vector_agent.Group.act, vector_agent.Group.pieces = recorded_act, recorded_pieces
-    vector_agent.ROWS = ROWS
-    lesson.require_finite = vector_agent.require_finite = recorded_loss
+    vector.Group.act, vector.Group.pieces = recorded_act, recorded_pieces
+    vector.ROWS = ROWS
+    lesson.require_finite = vector.require_finite = recorded_loss
     # Where the observers' requests look it up.
     lesson.Agent.select_action = staticmethod(recorded_select_action)
     recorded_select_action.__module__ = lesson.Agent.__module__

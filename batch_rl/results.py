@@ -4,9 +4,6 @@ import statistics
 import time
 
 from common import cli, picture, report
-from common.cli import refuse
-
-from batch_rl import rungs
 
 ENV_NAME = "CartPole-v1"
 BATCHED, SINGLE = "batched", "single"
@@ -40,18 +37,18 @@ SPANS = {
     "batch_rl.main:Agent.act": ["select_action"],
     "batch_rl.main:Agent.finish_episode": ["finish_episode"],
     "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv.step": ["env.step"],
-    "batch_rl.vector_agent:Group.act": ["select_action"],
-    "batch_rl.vector_agent:VectorAgent.finish_episode": ["finish_episode"],
+    "batch_rl.vector:Group.act": ["select_action"],
+    "batch_rl.vector:VectorAgent.finish_episode": ["finish_episode"],
 }
 
 
 def env_steps(returns):
-    """How many steps of an episode have a return: all but those in which an environment resets."""
+    """Count the steps of an episode that have a return: those in which no environment resets."""
     return int((~returns.isnan()).sum())
 
 
 class History:
-    """What `train` has reached so far."""
+    """Keeps what the training of until_solved.py has reached so far."""
 
     def __init__(self, agent, args):
         self.agent, self.args = agent, args
@@ -85,31 +82,11 @@ class History:
                 "rewards": self.rewards, "running_rewards": self.running_rewards}
 
 
-def with_observers(args):
-    """The flags, with `observers` as a list, whatever was given; refuses what cannot be."""
-    given = None if args.observers is None else cli.given(args, "observers")
-    if args.world_size is not None:  # torchrun's, or of a manual launch: all but the agent observe
-        if args.observers not in (None, [args.world_size - 1]):
-            refuse(f"{given} must be {args.world_size - 1} with --world_size {args.world_size}: "
-                   "all processes but the agent are observers")
-        args.observers = [args.world_size - 1]
-    elif args.observers is None:
-        args.observers = [3] if args.check else [5] if args.mode == "train" else [1, 2, 5, 10]
-    else:
-        cli.require_processes(given, max(args.observers) + 1)
-    if len(args.observers) > 1 and (args.check or args.mode == "train"):
-        why = "--check" if args.check else "--mode train"
-        refuse(f"{given} must be a single number with {why}")
-    if args.mode == "train" and args.num_steps <= args.reward_threshold and not args.check:
-        refuse(f"--num_steps {args.num_steps} must be above --reward_threshold "
-               f"{args.reward_threshold:g}: otherwise no episode is long enough")
-    rungs.resolve(args)
-    args.world_size = max(args.observers) + 1
+def require_room(args):
+    """Refuse more environments and steps than the memory of this machine can hold."""
     of_observer = args.envs_per_observer * (ENV_BYTES + args.num_steps * STEP_BYTES)
     observers_here = sum(rank > 0 for rank in cli.ranks_here(args))
-    flags = ["envs_per_observer", "num_steps"]
-    cli.require_memory(args, flags, observers_here * of_observer)
-    return args
+    cli.require_memory(args, ["envs_per_observer", "num_steps"], observers_here * of_observer)
 
 
 def finish(runs, args):
@@ -120,27 +97,33 @@ def finish(runs, args):
         args: the parsed flags.
     """
     args.world_size = max(args.observers) + 1
-    metrics = runs[args.observers[0]]
-    if args.mode == "compare":
-        timed = {observers: run["timed"] for observers, run in runs.items()}
-        metrics = {**table_of(args, timed), "wall_s": sum(run["wall_s"] for run in runs.values())}
-        print_table(args, metrics, timed)
-    metrics = {"envs_per_observer": args.envs_per_observer, "agent": args.agent,
-               "envs": args.envs, "double_buffering": args.double_buffering, **metrics}
-    metrics = report.save_metrics(args, metrics, backend="tensorpipe")
+    timed = {observers: run["timed"] for observers, run in runs.items()}
+    metrics = {**table_of(args, timed), "wall_s": sum(run["wall_s"] for run in runs.values())}
+    print_table(args, metrics, timed)
+    metrics = report.save_metrics(args, {**flags_of(args), **metrics}, backend="tensorpipe")
     plot([metrics], args)
-    if args.mode == "train":
-        solved = "solved" if metrics["solved"] else "not solved"
-        print(f"{ENV_NAME} {solved} in {metrics['episodes']} episodes: running reward "
-              f"{metrics['running_rewards'][-1]:.1f} (threshold {args.reward_threshold:g}), "
-              f"{metrics['env_steps']} environment steps at {metrics['env_steps_per_s']:.0f} "
-              "steps/s")
-    else:
-        batched, single = (row["env_steps_per_s"] for row in metrics["rows"][-2:])
-        observers = args.observers[-1]
-        print(f"{observers} observer{'s' if observers > 1 else ''}: {batched:.0f} environment "
-              f"steps/s in batches, {single:.0f} one by one: {batched / single:.1f} times as many")
+    batched, single = (row["env_steps_per_s"] for row in metrics["rows"][-2:])
+    observers = args.observers[-1]
+    print(f"{observers} observer{'s' if observers > 1 else ''}: {batched:.0f} environment "
+          f"steps/s in batches, {single:.0f} one by one: {batched / single:.1f} times as many")
     return metrics
+
+
+def finish_training(metrics, args):
+    """Write metrics.json, draw, print the last line of until_solved.py; the metrics."""
+    metrics = report.save_metrics(args, {**flags_of(args), **metrics}, backend="tensorpipe")
+    plot_training(metrics, args)
+    solved = "solved" if metrics["solved"] else "not solved"
+    print(f"{ENV_NAME} {solved} in {metrics['episodes']} episodes: running reward "
+          f"{metrics['running_rewards'][-1]:.1f} (threshold {args.reward_threshold:g}), "
+          f"{metrics['env_steps']} environment steps at {metrics['env_steps_per_s']:.0f} steps/s")
+    return metrics
+
+
+def flags_of(args):
+    """Pick the flags that metrics.json keeps: `envs` only where the program has it."""
+    return {flag: getattr(args, flag) for flag in ("envs_per_observer", "envs")
+            if hasattr(args, flag)}
 
 
 def table_of(args, timed):
@@ -175,15 +158,7 @@ def print_table(args, metrics, timed):
 
 
 def plot(runs, args):
-    """Draw `batch_vs_single.png`, from one or several runs, or `learning_curve.png`, of the first.
-
-    Args:
-        runs: their metrics.
-        args: the parsed flags.
-    """
-    if args.mode == "train":
-        plot_training(runs[0], args)
-        return
+    """Draw `batch_vs_single.png`, from the metrics of one or several runs."""
     observers = list(dict.fromkeys(row["observers"] for row in runs[0]["rows"]))
     path = args.output_dir / "batch_vs_single.png"
     for axes, words in picture.in_each_language(path, WORDS["compare"], runs, env=ENV_NAME,
@@ -199,7 +174,7 @@ def plot(runs, args):
 def plot_training(metrics, args):
     """Draw `learning_curve.png`."""
     path, threshold = args.output_dir / "learning_curve.png", args.reward_threshold
-    observers = args.observers[0]
+    observers = args.world_size - 1
     for axes, words in picture.in_each_language(
             path, WORDS["train"], [metrics], env=ENV_NAME, observers=observers,
             environments=observers * args.envs_per_observer, threshold=threshold):

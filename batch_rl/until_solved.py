@@ -1,20 +1,30 @@
-"""`--mode train`, beyond the tutorial: play and learn in batches until CartPole is solved.
+"""Beyond the tutorial: play and learn in batches until CartPole is solved, with vector.py's agent.
 
-The tutorial compares speeds, and nobody sees whether the agent learns. Here it goes on until the
-pole is balanced for long enough:
+What differs: the tutorial compares speeds, and nobody sees whether the agent learns. Here all
+episodes are played in batches, until the pole is balanced for long enough. More environments make a
+better estimate of the gradient, and that bears a larger learning rate.
 
-    python batch_rl/main.py --mode train --observers 5
-    python batch_rl/main.py --mode train --observers 2 --envs_per_observer 8
+What it wins: solved in 15 s, after 19 episodes (docs/results/batch_rl_train.json; 2 cores). What it
+costs: nothing is compared.
+
+    python batch_rl/until_solved.py                                        two observers of 64
+    python batch_rl/until_solved.py --world_size 6 --envs_per_observer 16  five observers of 16
+    python batch_rl/until_solved.py --check            the same training as in one process?
 """
 
 import gymnasium as gym
-from common.cli import bounded
+from common.cli import Parser, bounded, refuse
+from common.program import run_program
+from common.session import rpc_options
+from torch.distributed import rpc
 
-from batch_rl.results import ENV_NAME, History
+from batch_rl.main import RPC_THREADS, role_name
+from batch_rl.results import ENV_NAME, History, finish_training, require_room
+from batch_rl.vector import VectorAgent, add_envs_flag
 
 
-def train(agent, args):
-    """Train with batches until the running reward is above the threshold; the metrics."""
+def train(agent, args) -> dict:
+    """Train with batches until the running reward is above the threshold; return the metrics."""
     history = History(agent, args)
     while agent.running_reward <= args.reward_threshold and history.episodes < args.max_episodes:
         ep_reward = agent.run_episode(batch=True)
@@ -23,11 +33,47 @@ def train(agent, args):
     return history.metrics()
 
 
-def add_flags(parser):
-    """Add the flags of `--mode train` to those of the lesson."""
+def run_worker(rank: int, world_size: int, args, agent_class=VectorAgent) -> dict | None:
+    """Train on rank 0, which returns the metrics; the others wait for its calls."""
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, RPC_THREADS))
+    metrics = train(agent_class(world_size, args), args) if rank == 0 else None
+    rpc.shutdown()  # waits for everyone: until then, the observers answer the agent's calls
+    return metrics
+
+
+def build_parser():
+    """Make the parser: the flags of vector.py that mean something here, and those of a training."""
+    parser = Parser("batch_rl_until_solved", __doc__, world_size=3, min_world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
-    add("--max_episodes", type=count, default=500, metavar="N", help="to train; then give up")
+    add("--envs_per_observer", type=count, default=64, metavar="K", help="all in one request")
+    add_envs_flag(parser)
+    add("--num_steps", type=count, default=500, metavar="N", help="of an environment's episode")
+    add("--gamma", type=bounded(float, at_least=0, at_most=1), default=0.99, help="discount factor")
+    add("--lr", type=bounded(float, above=0), default=0.02, help="learning rate of Adam")
+    add_training_flags(parser)
+    return parser
+
+
+def add_training_flags(parser):
+    """Add the flags that end a training, and how often it prints a line."""
+    add, count = parser.add_argument, bounded(int, at_least=1)
+    add("--max_episodes", type=count, default=500, metavar="N", help="then give up")
     add("--reward_threshold", type=bounded(float, above=0), metavar="R",
         default=gym.spec(ENV_NAME).reward_threshold,
-        help="to train: solved when the running reward is above it")
+        help="solved when the running reward is above it")
     add("--log_interval", type=count, default=5, metavar="N", help="episodes between two lines")
+
+
+def main(argv=None):
+    """Train, or `--check`; metrics or differences where they are reported, else None."""
+    args = build_parser().parse_args(argv)
+    require_room(args)
+    if args.num_steps <= args.reward_threshold and not args.check:
+        refuse(f"--num_steps {args.num_steps} must be above --reward_threshold "
+               f"{args.reward_threshold:g}: otherwise no episode is long enough")
+    return run_program(run_worker, args, role_name, finish_training)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,22 +1,21 @@
-"""What does each rung of batch_rl save, with and without batches, and what would no RPC save?
+"""What does each variant of batch_rl save, with and without batches, and what would no RPC save?
 
 All play episodes in turns, within one run, their training included:
 
-    with_graph        the lesson's: every forward keeps its graph, backward goes through all of them
+    with_graph        fast.py: every forward keeps its graph, backward goes through all of them
     without_graph     states and actions are kept; all log-probabilities come from one forward at
                       the end
-    vector            `--envs vector`: also arrays, vector environments, and dropout
-    double_buffering  `--double_buffering`
+    vector            vector.py: also arrays, vector environments, and dropout
+    double_buffering  double_buffering.py
     one process       no RPC: as many vector environments beside the policy (one_process.py)
 
     python -m benchmarks.batch_rl --observers 5 --num_episode 8
-    python -m benchmarks.batch_rl --observers 1 --envs_per_observer 512 --rungs vector
+    python -m benchmarks.batch_rl --observers 1 --envs_per_observer 512 --variants vector
 """
 
 import os
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from common import report
@@ -28,9 +27,9 @@ from torch.distributions import Categorical
 
 from batch_rl import main as lesson
 from batch_rl.double_buffering import DoubleBufferedAgent
-from batch_rl.fast_agent import FastAgent
-from batch_rl.results import env_steps, with_observers
-from batch_rl.vector_agent import VectorAgent
+from batch_rl.fast import FastAgent
+from batch_rl.results import env_steps, require_room
+from batch_rl.vector import VectorAgent, add_envs_flag
 from benchmarks import one_core
 from benchmarks.one_process import OneProcess
 
@@ -63,12 +62,12 @@ class WithoutGraph(FastAgent):
         return policy.log_prob(actions.to(self.device)).permute(1, 2, 0)
 
 
-RUNGS = {"with_graph": FastAgent, "without_graph": WithoutGraph, "vector": VectorAgent,
-         "double_buffering": DoubleBufferedAgent}
+VARIANTS = {"with_graph": FastAgent, "without_graph": WithoutGraph, "vector": VectorAgent,
+            "double_buffering": DoubleBufferedAgent}
 
 
 def run_worker(rank, world_size, args):
-    """Time all rungs on episodes of their own; rank 0 returns the environment steps/s of each."""
+    """Time the variants on episodes of their own; rank 0 returns environment steps/s of each."""
     rpc.init_rpc(lesson.role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args, lesson.RPC_THREADS))
     metrics = measure(rank, world_size, args) if rank == 0 else None
@@ -77,11 +76,11 @@ def run_worker(rank, world_size, args):
 
 
 def measure(rank, world_size, args):
-    """What `run_worker` returns."""
-    rungs = one_core.RUNGS if args.one_core else RUNGS
-    agents = {rung: rungs[rung](world_size, args) for rung in args.rungs}
-    plays = [(f"{rung}, {mode}", agent, batch)
-             for rung, agent in agents.items() for mode, batch in MODES.items()]
+    """Play in turns; what `run_worker` returns."""
+    variants = one_core.VARIANTS if args.one_core else VARIANTS
+    agents = {name: variants[name](world_size, args) for name in args.variants}
+    plays = [(f"{name}, {mode}", agent, batch)
+             for name, agent in agents.items() for mode, batch in MODES.items()]
     one_process = OneProcess(args, args.envs_per_observer * (world_size - 1))
     plays.append(("one process", one_process, True))
     speeds = {name: [] for name, _, _ in plays}
@@ -96,30 +95,30 @@ def measure(rank, world_size, args):
 
 
 def build_parser():
-    """The flags of batch_rl, whose episodes are timed."""
-    parser = lesson.build_parser()
-    parser.description = __doc__
-    parser.set_defaults(example="benchmark_batch_rl",
-                        output_dir=Path("outputs", "benchmark_batch_rl"))
+    """Make the parser: the flags of batch_rl, whose episodes are timed, and which variants."""
+    parser = lesson.build_parser("benchmark_batch_rl", __doc__)
+    add_envs_flag(parser)
     parser.add_argument("--one_core", action="store_true",
-                        help="playing gives way to messages (one_core.py; for the last two rungs)")
-    parser.add_argument("--rungs", choices=RUNGS, nargs="+", metavar="RUNG",
-                        help=f"to compare, of {', '.join(RUNGS)} (default: all)")
+                        help="playing gives way to messages (one_core.py; the last two variants)")
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", metavar="NAME",
+                        help=f"to compare, of {', '.join(VARIANTS)} (default: all)")
     return parser
 
 
 def main(argv=None):
     """Print the table and write metrics.json."""
-    args = with_observers(build_parser().parse_args(argv))
+    args = build_parser().parse_args(argv)
+    lesson.set_observers(args)
+    require_room(args)
     halves = args.envs_per_observer % 2 == 0
-    args.envs = "vector" if args.envs == "plain" else args.envs  # of the rungs that have one
-    rungs = one_core.RUNGS if args.one_core else RUNGS
-    args.rungs = args.rungs or [rung for rung in rungs if rung != "double_buffering" or halves]
+    variants = one_core.VARIANTS if args.one_core else VARIANTS
+    args.variants = args.variants or [name for name in variants
+                                      if name != "double_buffering" or halves]
     if args.one_core and not hasattr(os, "SCHED_IDLE"):
         refuse("--one_core needs Linux, where a thread can give way to all others")
-    if unknown := set(args.rungs) - set(rungs):
-        refuse(f"--one_core is for {' and '.join(rungs)}, not for --rungs {unknown.pop()}")
-    if "double_buffering" in args.rungs and not halves:
+    if unknown := set(args.variants) - set(variants):
+        refuse(f"--one_core is for {' and '.join(variants)}, not for --variants {unknown.pop()}")
+    if "double_buffering" in args.variants and not halves:
         refuse(f"--envs_per_observer {args.envs_per_observer} must be even for double buffering")
     metrics = launch(run_worker, args, lesson.role_name)
     if metrics is None:
@@ -127,16 +126,16 @@ def main(argv=None):
     medians = {name: statistics.median(speeds)
                for name, speeds in metrics["env_steps_per_s"].items()}
     metrics = {"envs_per_observer": args.envs_per_observer, **metrics, "medians": medians}
-    if {"vector", "double_buffering"} <= set(args.rungs):
+    if {"vector", "double_buffering"} <= set(args.variants):
         metrics["double_buffering_gain"] = {
             mode: medians[f"double_buffering, {mode}"] / medians[f"vector, {mode}"]
             for mode in MODES}
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     print(f"{args.world_size - 1} observers, {args.envs_per_observer} environments each: "
           f"environment steps per second, medians of {args.num_episode} episodes")
-    for rung in args.rungs:
-        batched, single = (medians[f"{rung}, {mode}"] for mode in MODES)
-        print(f"{rung:16}   batched {batched:7.0f}   single {single:7.0f}   "
+    for name in args.variants:
+        batched, single = (medians[f"{name}, {mode}"] for mode in MODES)
+        print(f"{name:16}   batched {batched:7.0f}   single {single:7.0f}   "
               f"speed-up {batched / single:.2f}")
     print(f"one process        no RPC  {medians['one process']:7.0f}")
     return metrics

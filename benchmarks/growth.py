@@ -72,20 +72,20 @@ STEPS = (("training steps of all trainers", "trainers"),
          ("全トレーナーの訓練ステップ", "トレーナー数"))
 GROWING = {
     "rpc_rl": Growth(
-        "rpc_rl/main.py --world_size {n+1} --max_episodes 6 --reward_threshold 300",
+        "rpc_rl/fast.py --world_size {n+1} --max_episodes 6 --reward_threshold 300",
         (1, 2, 4, 8, 15), "ranks", lambda metrics: metrics["env_steps_per_s"], lambda n: n,
         ENV_STEPS, "--max_episodes 1"),
     "batch_rl": Growth(
-        "batch_rl/main.py --observers {n} --num_episode 2 --num_steps 300", (1, 2, 4, 8, 15),
+        "batch_rl/fast.py --observers {n} --num_episode 2 --num_steps 300", (1, 2, 4, 8, 15),
         "ranks", batched, lambda n: n, ENV_STEPS, "--num_episode 1 --num_steps 20"),
     "batch_rl_envs": Growth(
-        "batch_rl/main.py --observers 2 --num_episode 2 --num_steps 200 --envs_per_observer {n}",
+        "batch_rl/vector.py --observers 2 --num_episode 2 --num_steps 200 --envs_per_observer {n}",
         (1, 4, 16, 64, 256), "size", batched, lambda n: 2 * n,
         (("environment steps", "environments of each of 2 observers"),
          ("環境ステップ", "オブザーバー（2個）あたりの環境数")), "--num_episode 1 --num_steps 20"),
     "rpc_rnn": Growth(
-        "rpc_rnn/main.py --world_size {n+1} --epochs 1", (1, 2, 4, 8, 15), "ranks", of_all,
-        lambda n: n, STEPS, "--bptt 200"),
+        "rpc_rnn/several_trainers.py --world_size {n+1} --epochs 1", (1, 2, 4, 8, 15), "ranks",
+        of_all, lambda n: n, STEPS, "--bptt 200"),
     "param_server": Growth(
         "param_server/async_server.py --world_size {n+1} --epochs 2", (1, 2, 4, 8, 15), "ranks",
         lambda metrics: metrics["samples_per_s"], lambda n: n,
@@ -100,7 +100,7 @@ GROWING = {
         (("training steps of a trainer", "rows of the table"),
          ("トレーナーあたりの訓練ステップ", "テーブルの行数")), "--epochs 2"),
     "p2p_train": Growth(
-        "p2p_collectives/train.py --world_size {n} --epochs 4", (1, 2, 4, 8, 16), "ranks",
+        "p2p_collectives/train_flat.py --world_size {n} --epochs 4", (1, 2, 4, 8, 16), "ranks",
         lambda metrics: metrics["samples_per_s"], lambda n: n,
         (("samples", "ranks"), ("サンプル", "ランク数")), "--epochs 1"),
     "ring": Growth(

@@ -1,12 +1,12 @@
-"""When does it pay to hide a message? Two rungs on two machines that are further and further apart.
+"""When does it pay to hide a message? Two variants on machines that are further and further apart.
 
-    --prefetch          5 round trips a step instead of 7 (rpc_rnn/prefetch.py)
-    --double_buffering  an observer plays with one half of its environments while the other half
+    prefetch.py         5 round trips a step instead of 7 of rpc_rnn/main.py
+    double_buffering.py an observer plays with one half of its environments while the other half
                         waits for its actions (batch_rl/double_buffering.py)
 
 On one machine both have little to hide. Here two network namespaces are the machines
 (two_machines.py), with a core for each, and a cable that adds to each round trip. The result is how
-many times the steps per second a rung makes, in turns with the same without it: those of
+many times the steps per second a variant makes, in turns with the same without it: those of
 `benchmarks.rpc_rnn`, and of `benchmarks.batch_rl` with one observer.
 
     sudo .venv/bin/python -m benchmarks.latency                     about eight minutes
@@ -31,15 +31,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PORT = 29500  # where nobody else listens: the machines are new ones
 RNN = "-m benchmarks.rpc_rnn --rounds {turns}"
 RL = ("-m benchmarks.batch_rl --observers 1 --envs_per_observer {envs} --envs sync --one_core "
-      "--rungs vector double_buffering --num_episode {turns} --num_steps {steps}")
+      "--variants vector double_buffering --num_episode {turns} --num_steps {steps}")
 WORDS = {
     "en": {"title": "Two machines: what hiding messages saves", "y": "steps/s, without = 1",
-           "x": "what the cable adds to a round trip (ms)", "prefetch": "rpc_rnn --prefetch",
-           "double_buffering": "batch_rl --double_buffering, {envs} environments"},
+           "x": "what the cable adds to a round trip (ms)", "prefetch": "rpc_rnn/prefetch.py",
+           "double_buffering": "batch_rl/double_buffering.py, {envs} environments"},
     "ja": {"title": "2台のマシン：通信の待ち時間を隠すと何倍速くなるか",
            "y": "ステップ/秒（隠さない場合＝1）",
-           "x": "ケーブルが往復に加える時間（ミリ秒）", "prefetch": "rpc_rnn --prefetch",
-           "double_buffering": "batch_rl --double_buffering、環境{envs}個"},
+           "x": "ケーブルが往復に加える時間（ミリ秒）", "prefetch": "rpc_rnn/prefetch.py",
+           "double_buffering": "batch_rl/double_buffering.py、環境{envs}個"},
 }
 
 
@@ -67,7 +67,7 @@ def measure(machines, words, reporting_rank):
 
 
 def row_of(milliseconds, args):
-    """What both rungs make of a round trip that takes so much longer."""
+    """What both variants make of a round trip that takes so much longer."""
     row = {"round_trip_ms": milliseconds}
     with two_machines(round_trip_s=milliseconds / 1000) as machines:
         rnn = measure(machines, RNN.format(turns=args.turns).split(), reporting_rank=1)
@@ -76,8 +76,8 @@ def row_of(milliseconds, args):
                 "prefetch_ratio": rnn["prefetch_ratio"]["plain"]}
         words = RL.format(envs=args.envs_per_observer, turns=args.turns, steps=args.steps)
         rl = measure(machines, words.split(), reporting_rank=0)
-        row |= {f"{rung}_per_s": rl["medians"][f"{rung}, batched"]
-                for rung in ("vector", "double_buffering")}
+        row |= {f"{name}_per_s": rl["medians"][f"{name}, batched"]
+                for name in ("vector", "double_buffering")}
         row["double_buffering_ratio"] = rl["double_buffering_gain"]["batched"]
     return row
 
@@ -87,9 +87,9 @@ def plot(runs, args):
     for axes, texts in picture.in_each_language(args.output_dir / "latency.png", WORDS, runs,
                                                 envs=args.envs_per_observer):
         added = [row["round_trip_ms"] for row in runs[0]["rows"]]
-        for colour, rung in (("C0", "prefetch"), ("C1", "double_buffering")):
-            ratios = [[row[f"{rung}_ratio"] for row in run["rows"]] for run in runs]
-            picture.line(axes, range(len(added)), ratios, color=colour, label=texts[rung])
+        for colour, name in (("C0", "prefetch"), ("C1", "double_buffering")):
+            ratios = [[row[f"{name}_ratio"] for row in run["rows"]] for run in runs]
+            picture.line(axes, range(len(added)), ratios, color=colour, label=texts[name])
         axes.axhline(1, color=picture.GREY, linewidth=1)
         axes.set_xticks(range(len(added)), [f"{ms:g}" for ms in added])
 
@@ -126,8 +126,8 @@ def main(argv=None):
             bar.update()
     metrics = report.save_metrics(args, {"rows": rows}, backend="tensorpipe")
     plot([metrics], args)
-    print("round trip   rpc_rnn, ms a step: plain, --prefetch         "
-          "batch_rl, environment steps/s: plain, --double_buffering")
+    print("round trip   rpc_rnn, ms a step: plain, prefetch.py        "
+          "batch_rl, environment steps/s: plain, double_buffering.py")
     for row in rows:
         print(f"+ {row['round_trip_ms']:4g} ms {row['plain_ms']:26.1f} {row['prefetch_ms']:8.1f}: "
               f"{row['prefetch_ratio']:.2f} {row['vector_per_s']:37.0f} "

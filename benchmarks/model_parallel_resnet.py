@@ -23,11 +23,10 @@ from common.vision import import_torchvision
 from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet import schedules
 from model_parallel_resnet.data import get_batch, require_sizes
-from model_parallel_resnet.flags import add_flags
 
 FOLDER = Path(rpc_pipeline.__file__).parent
-WAYS = {"RPC pipeline": [FOLDER / "main.py"],
-        "RPC whole": [FOLDER / "main.py", "--backward", "whole"],
+WAYS = {"RPC pipeline": [FOLDER / "early_backward.py"],
+        "RPC whole": [FOLDER / "main.py"],
         **{name: [FOLDER / "schedules.py", "--schedule", name] for name in schedules.SCHEDULES}}
 ALONE = "one process"
 PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "lr", "seed",
@@ -37,7 +36,7 @@ PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "
 def build_parser():
     """The flags of the example, and how often."""
     name = "benchmark_model_parallel_resnet"
-    parser = add_flags(Parser(name, __doc__, distributed=False), rpc_pipeline.ARCHS)
+    parser = rpc_pipeline.add_flags(Parser(name, __doc__, distributed=False))
     parser.set_defaults(num_splits=[4, 8], num_batches=3)
     parser.add_argument("--rounds", type=bounded(int, at_least=1), default=1, metavar="N",
                         help="runs of each way")
@@ -52,7 +51,7 @@ def train_alone(args):
     """
     images, targets = get_batch(args)
     model = getattr(import_torchvision().models, args.arch)(num_classes=args.num_classes)
-    shards = rpc_pipeline.ResNetShard1(args, "cpu"), rpc_pipeline.ResNetShard2(args, "cpu")
+    shards = (schedules.layers_of(stage, 2, args, torch.device("cpu")) for stage in range(2))
     with torch.no_grad():
         initial = (param for shard in shards for param in shard.parameters())
         for param, value in zip(model.parameters(), initial, strict=True):

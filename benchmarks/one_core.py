@@ -7,36 +7,38 @@ double buffering little would overlap. Here that thread runs only while nobody e
 
 import os
 
-from batch_rl import double_buffering, vector_agent
+from batch_rl import double_buffering, vector
 
 
 class GivesWay:
-    """An observer whose playing gives way to all else."""
+    """Plays as an observer, and gives way to all else."""
 
     def run_episode(self, *args):
-        """See the class beside it. In Linux a scheduling policy belongs to the calling thread."""
+        """Play as the observer. In Linux a scheduling policy belongs to the calling thread."""
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         return super().run_episode(*args)
 
 
-class VectorObserver(GivesWay, vector_agent.VectorObserver):
-    """Without double buffering."""
+class VectorObserver(GivesWay, vector.VectorObserver):
+    """Plays without double buffering."""
 
 
 class DoubleBufferedObserver(GivesWay, double_buffering.DoubleBufferedObserver):
-    """With double buffering."""
+    """Plays with double buffering."""
 
 
-class VectorAgent(vector_agent.VectorAgent):
-    """Without double buffering."""
+class VectorAgent(vector.VectorAgent):
+    """Decides without double buffering."""
 
-    observer = VectorObserver
+    def __init__(self, world_size, args):
+        super().__init__(world_size, args, VectorObserver)
 
 
 class DoubleBufferedAgent(double_buffering.DoubleBufferedAgent):
-    """With double buffering."""
+    """Decides with double buffering."""
 
-    observer = DoubleBufferedObserver
+    def __init__(self, world_size, args):
+        super().__init__(world_size, args, DoubleBufferedObserver)
 
 
-RUNGS = {"vector": VectorAgent, "double_buffering": DoubleBufferedAgent}
+VARIANTS = {"vector": VectorAgent, "double_buffering": DoubleBufferedAgent}

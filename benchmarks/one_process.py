@@ -3,8 +3,8 @@
     python -m benchmarks.one_process                        steps/s with so many environments
     python -m benchmarks.one_process --mode train           until solved, with each of them
 
-This is what to hold RPC against. It is faster than all rungs of batch_rl for as long as one process
-can step all environments: what the others distribute costs less than the messages.
+This is what to hold RPC against. It is faster than all variants of batch_rl for as long as one
+process can step all environments: what the others distribute costs less than the messages.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from common.session import device_for
 from batch_rl import until_solved
 from batch_rl.main import Policy
 from batch_rl.results import ENV_BYTES, STEP_BYTES, env_steps
-from batch_rl.vector_agent import Environments, Group, VectorAgent
+from batch_rl.vector import Environments, Group, VectorAgent, add_envs_flag
 
 
 class OneProcess(VectorAgent):
@@ -56,18 +56,18 @@ class OneProcess(VectorAgent):
 
 
 def build_parser():
-    """The flags of batch_rl that mean something here."""
+    """Make the parser: the flags of batch_rl that mean something here."""
     parser = Parser("benchmark_one_process", __doc__, distributed=False)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--mode", choices=["compare", "train"], default="compare", help="train: until solved")
     add("--num_envs", type=count, nargs="+", default=[16, 64, 320, 1024], metavar="K",
         help="how many environments; several to compare")
-    add("--envs", choices=["sync", "vector"], default="vector", help="see batch_rl")
+    add_envs_flag(parser)
     add("--num_episode", type=count, default=3, metavar="N", help="to time, after a warm-up")
     add("--num_steps", type=count, default=500, metavar="N", help="of an episode")
     add("--gamma", type=bounded(float, at_least=0, at_most=1), default=0.99, help="discount factor")
     add("--lr", type=bounded(float, above=0), default=0.01, help="learning rate of Adam")
-    until_solved.add_flags(parser)
+    until_solved.add_training_flags(parser)
     return parser
 
 

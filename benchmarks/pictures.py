@@ -3,15 +3,17 @@
 import importlib
 import statistics
 
-from common import picture
+from common import picture, tracing
 
 # Whose `plot` takes all runs. The other pictures are of one run: a timeline, or a training that is
 # the same in each run.
-FROM_ALL_RUNS = {"batch_rl", "batch_rl_16", "batch_rl_64", "rpc_rnn", "batch_update",
-                 "batch_update_tensors",
+FROM_ALL_RUNS = {"batch_rl", "batch_rl_plain", "batch_rl_16", "batch_rl_64", "rpc_rnn",
+                 "batch_update", "batch_update_tensors",
                  "ddp_rpc_hybrid", "ddp_rpc_hybrid_large", "ddp_rpc_hybrid_sparse",
                  "hybrid_sharded", "latency", "ring",
-                 "ring_sizes", "shared_memory", "hierarchical", "single_machine", "pipeline"}
+                 "ring_sizes", "shared_memory", "hierarchical", "single_machine", "pipeline",
+                 "pipeline_whole"}
+TRACED = "-m common.tracing "  # before the program of a command
 CONSISTENCY = {2: ("param_server", "param_server_lock"),  # trainers: two commands
                4: ("param_server_4", "param_server_4_lock")}
 SMOOTH = 50  # steps of all trainers together
@@ -37,32 +39,24 @@ def draw(name, command, runs, folder):
         runs: the metrics of each.
         folder: for the pictures.
     """
-    flags = untraced(command).removeprefix("-m ").split()[1:]
+    flags = command.removeprefix(TRACED).removeprefix("-m ").split()[1:]
     program = importlib.import_module(program_of(command))
     args = program.build_parser().parse_args([*flags, "--output_dir", str(folder)])
     plot_of(command)(runs, args)
 
 
-def untraced(command):
-    """The command without `-m common.tracing`, which records a program from outside."""
-    return command.removeprefix("-m common.tracing ")
-
-
 def program_of(command):
     """`rpc_rl.main` of `rpc_rl/main.py --world_size 3`, `benchmarks.x` of `-m benchmarks.x`."""
-    command = untraced(command).removeprefix("-m ")
+    command = command.removeprefix(TRACED).removeprefix("-m ")
     return command.split()[0].removesuffix(".py").replace("/", ".")
 
 
 def plot_of(command):
     """The function that draws the pictures of a command."""
     program = program_of(command)
-    if untraced(command).startswith("-m "):
-        return importlib.import_module(program).plot
-    # The lessons have a module beside them that draws; a variant draws as what it is a variant of.
-    finish = getattr(importlib.import_module(program), "finish", None)
-    beside = f"{program}_results".replace("main_results", "results")
-    return importlib.import_module(finish.__module__ if finish else beside).plot
+    if not command.removeprefix(TRACED).startswith("-m "):  # the lessons have a module that draws
+        return tracing.results_of(program).plot
+    return importlib.import_module(program).plot
 
 
 def draw_consistency(runs, path):

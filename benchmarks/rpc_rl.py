@@ -21,7 +21,7 @@ from common.session import rpc_options
 from torch.distributed import rpc
 
 from rpc_rl import main as lesson
-from rpc_rl.fast_agent import FastAgent
+from rpc_rl.fast import FastAgent
 
 PLAIN, TWO, ONE, CEILING = "plain", "fast, 2 RPCs a step", "fast", "ceiling"
 

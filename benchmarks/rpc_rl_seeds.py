@@ -1,6 +1,6 @@
 """How many episodes, and how long, until CartPole is solved?
 
-`rpc_rl/main.py` as a user starts it, once per seed.
+`rpc_rl/fast.py` as a user starts it, once per seed: its numbers are the same on every machine.
 
     python -m benchmarks.rpc_rl_seeds --seeds 0 1 2 3 4
     python -m benchmarks.rpc_rl_seeds --seeds 0 1 2 3 4 --truncation terminal
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common.cli import LARGEST_SEED, PlainParser, bounded
 
-MAIN = Path(__file__).resolve().parent.parent / "rpc_rl" / "main.py"
+PROGRAM = Path(__file__).resolve().parent.parent / "rpc_rl" / "fast.py"
 COLUMNS = ("episodes", "env_steps", "env_steps_per_s", "wall_s")
 
 
@@ -39,7 +39,7 @@ def train(seed, args):
         flags = {"seed": seed, "truncation": args.truncation, "max_episodes": args.max_episodes,
                  "output_dir": folder}
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        subprocess.run([sys.executable, MAIN, *words], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, PROGRAM, *words], check=True, stdout=subprocess.DEVNULL)
         metrics = json.loads(Path(folder, "metrics.json").read_text())
     return [metrics[name] for name in COLUMNS]
 

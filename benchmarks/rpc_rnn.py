@@ -3,7 +3,7 @@
 Models train in turns, a few steps each, within one run: a noisy machine cannot favour one.
 
     this lesson    rref.rpc_sync().forward(...), and optimizers compiled to TorchScript
-    not compiled   the same with the optimizers that --checkpoint needs, and --prefetch
+    not compiled   the same with the optimizers that --checkpoint needs, and prefetch.py
     prefetch       step, and look-up of the next piece, in one RPC (rpc_rnn/prefetch.py)
     the tutorial   _remote_method(...)
 
@@ -29,9 +29,14 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
 from rpc_rnn import main as lesson
-from rpc_rnn import prefetch
-from rpc_rnn.data import columns, get_next_batch, load_language
-from rpc_rnn.saving import OPTIMIZERS_WITH_STATE, LocalRNNModel, require_inputs
+from rpc_rnn.data import columns, get_next_batch, load_language, require_inputs
+from rpc_rnn.prefetch import PrefetchingModel
+from rpc_rnn.results import (
+    OPTIMIZERS,
+    OPTIMIZERS_WITH_STATE,
+    LocalRNNModel,
+    require_checkpoint,
+)
 
 LESSON, TUTORIAL, LOCAL = "this lesson", "the tutorial", "one process, no RPC"
 NOT_COMPILED, PREFETCH = "not compiled", "prefetch"
@@ -113,20 +118,18 @@ def measure(args):
     language = load_language(args)
     sizes = (language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout, args.seed)
     ours, ahead, tutorial = (model_class("ps", *sizes, args.device) for model_class in (
-        lesson.RNNModel, lesson.RNNModel, TutorialModel))
+        lesson.RNNModel, PrefetchingModel, TutorialModel))
     local, criterion = LocalRNNModel(*sizes[:4]), nn.CrossEntropyLoss()
-    torchs = lesson.OPTIMIZERS[args.optimizer]
+    torchs = OPTIMIZERS[args.optimizer]
     with_state = OPTIMIZERS_WITH_STATE[args.optimizer]
-    opt, tutorials_opt, not_compiled, of_ahead = (
+    opt, tutorials_opt, not_compiled = (
         DistributedOptimizer(optimizer_class, model.parameter_rrefs(), lr=args.lr)
-        for optimizer_class, model in ((torchs, ours), (torchs, tutorial), (with_state, ours),
-                                       (with_state, ahead)))
-    prefetcher, pieces_ahead = prefetch.rung(ahead, of_ahead)
+        for optimizer_class, model in ((torchs, ours), (torchs, tutorial), (with_state, ours)))
     # A step as one call of (data, target, hidden), for each way to make one; what it reads.
     ways = {LESSON: (remote_step, ours, opt, get_next_batch),
             TUTORIAL: (remote_step, tutorial, tutorials_opt, get_next_batch),
             NOT_COMPILED: (remote_step, ours, not_compiled, get_next_batch),
-            PREFETCH: (remote_step, ahead, prefetcher, pieces_ahead),
+            PREFETCH: (remote_step, ahead, ahead.make_optimizer(args), ahead.get_next_batch),
             LOCAL: (local_step, local, torchs(local.parameters(), lr=args.lr), get_next_batch),
             "parts": (timed_step, ours, opt, get_next_batch)}
     text = columns(language.train, args.batch_size, 0, 1)[: args.steps * args.bptt + 1]
@@ -163,7 +166,7 @@ def build_parser():
 def main(argv=None):
     """Print the tables and write metrics.json."""
     args = build_parser().parse_args(argv)
-    require_inputs(args)
+    require_checkpoint(args, require_inputs(args))
     if args.world_size != 2:
         refuse(f"--world_size {args.world_size} must be 2: a server and one trainer are timed")
     metrics = launch(run_worker, args, lesson.role_name)

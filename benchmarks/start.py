@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 ROOT = Path(__file__).resolve().parent.parent
 SPAWN, FORKSERVER = "spawn", "forkserver"
 COMMANDS = ("rpc_rl/main.py --world_size 33 --max_episodes 2 --total_steps_per_episode 16000",
-            "batch_rl/main.py --observers 10 --num_episode 1 --num_steps 50")
+            "batch_rl/fast.py --observers 10 --num_episode 1 --num_steps 50")
 PATIENCE = "--timeout", "600"  # a slow start shall be measured, not given up
 IN_A_NEW_PROCESS = "from benchmarks.start import time_launches; time_launches()"
 

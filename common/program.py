@@ -1,10 +1,13 @@
 """What the `main()` of every program ends with: it runs, or is held against one process."""
 
+import atexit
 import importlib
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from common.launcher import launch
+from common.launcher.worker import exit_now
 
 
 def run_program(run_worker, args, role_name, finish):
@@ -24,19 +27,46 @@ def run_program(run_worker, args, role_name, finish):
         SystemExit: 1 after one line if a rank fails, or if the check does.
     """
     if args.check:
-        return check(run_worker, args)
-    metrics = launch(run_worker, args, role_name)
-    return None if metrics is None else finish(metrics, args)
+        result = check(run_worker, args)
+    else:
+        metrics = launch(run_worker, args, role_name)
+        result = None if metrics is None else finish(metrics, args)
+    end_at_once(run_worker)
+    return result
+
+
+def end_at_once(run_worker):
+    """Under torchrun, where this process is a rank, let its end be as that of any other rank.
+
+    Python would take itself apart around the threads of torch and of the launcher, which aborted
+    one run in three on a busy machine.
+    """
+    if dist.is_torchelastic_launched() and run_worker.__module__ == "__main__":
+        atexit.register(exit_now, 0)
 
 
 def check(run_worker, args):
     """Hold the program that defines `run_worker` against its oracle.
 
-    The oracle of `X/train.py` is `check(program, args)` in `X/train_check.py` or, where there is no
-    such file, in `X/check.py`.
+    The oracle of `X/train_flat.py` is `check(program, args)` in the first of these files that there
+    is: `X/train_flat_check.py`, `X/train_check.py`, `X/check.py`.
     """
     file = Path(sys.modules[run_worker.__module__].__file__)  # `__main__`, if it is a script
-    folder, name = file.parent.name, file.stem
-    own = file.with_name(f"{name}_check.py").exists()
-    oracle = importlib.import_module(f"{folder}.{name}_check" if own else f"{folder}.check")
-    return oracle.check(importlib.import_module(f"{folder}.{name}"), args)
+    oracle = belonging_to(file, "check")
+    program = importlib.import_module(f"{file.parent.name}.{file.stem}")
+    return importlib.import_module(f"{file.parent.name}.{oracle}").check(program, args)
+
+
+def belonging_to(file, what):
+    """The module of a program's folder that has its "check" or its "results".
+
+    Args:
+        file: the path of the program, `X/train_flat.py`.
+        what: the last word of the module's name.
+
+    Returns:
+        The first that there is of `train_flat_<what>`, `train_<what>`; `<what>` if there is none.
+    """
+    words = file.stem.split("_")
+    names = ("_".join([*words[:n], what]) for n in range(len(words), 0, -1))
+    return next((name for name in names if file.with_name(f"{name}.py").exists()), what)

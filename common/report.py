@@ -22,12 +22,13 @@ class NotFiniteError(Exception):
     """Says what has happened in words that go on after "rank 0 (trainer) ..."."""
 
 
-def require_finite(loss, at):
-    """The loss, a number, unless training has diverged.
+def require_finite(loss, at, what="a loss"):
+    """Return the loss, a number, unless training has diverged.
 
     Args:
         loss: a number, or a tensor with one.
         at: when, in words: "at step 3".
+        what: what it is, if it is no loss.
 
     Raises:
         NotFiniteError: ends the run with one line and status 1.
@@ -35,7 +36,7 @@ def require_finite(loss, at):
     loss = loss.item() if isinstance(loss, torch.Tensor) else loss
     if not math.isfinite(loss):
         raise NotFiniteError(
-            f"has a loss of {loss} {at}: training has diverged; give a smaller --lr")
+            f"has {what} of {loss} {at}: training has diverged; give a smaller --lr")
     return loss
 
 

@@ -11,12 +11,12 @@ What is recorded stands beside the program, in its `results.py`:
 The second kind is that of the backward of what the function returns. A third entry names the line
 of the lesson where there is none on the stack: "HybridModel.forward" calls a layer of torch's on
 another process. At the end, rank 0 gathers the spans of all processes and writes `timeline.html`,
-`timeline.json` and `timeline.png`.
+`timeline.json` and `timeline.png`. A program without results of its own has those of its folder. A
+`shown_first(spans_by_role, args)` beside `SPANS` chooses what the picture shows.
 """
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -57,25 +57,27 @@ class Traced:
         if rank == 0 and any(gathered.values()):
             spans = {role: gathered[role] for role in roles}
             title = f"{self.program.replace('.', '/')}.py, {world_size} processes"
-            timeline_report.save(spans, args.output_dir, title, shown_first(spans),
-                                 report.machine(args))
+            choose = getattr(results_of(self.program), "shown_first", None)
+            shown = choose(spans, args) if choose else shown_first(spans)
+            timeline_report.save(spans, args.output_dir, title, shown, report.machine(args))
         return metrics
 
 
-def spans_of(program):
-    """The `SPANS` of a program's results; None if there are none.
+def results_of(program):
+    """The results module of a program, "param_server.main"; None if there is no such program."""
+    path = timeline.ROOT / f"{program.replace('.', '/')}.py"
+    module = importlib.import_module(program) if path.is_file() else None
+    if not hasattr(module, "role_name"):
+        return None
+    if getattr(module, "finish", None) and module.finish.__module__ != program:
+        return sys.modules[module.finish.__module__]
+    results = common.program.belonging_to(path, "results")
+    return importlib.import_module(f"{program.partition('.')[0]}.{results}")
 
-    A variant has the results of the program that it is a variant of: where its `finish` is.
-    """
-    folder, _, name = program.partition(".")
-    results = "results" if name == "main" else f"{name}_results"
-    try:
-        if importlib.util.find_spec(f"{folder}.{results}"):
-            return getattr(importlib.import_module(f"{folder}.{results}"), "SPANS", None)
-        finish = importlib.import_module(program).finish
-        return getattr(sys.modules[finish.__module__], "SPANS", None)
-    except (ModuleNotFoundError, AttributeError, TypeError, ValueError):
-        return None  # no such program, or none of a lesson; a path that is in no folder
+
+def spans_of(program):
+    """The `SPANS` of a program's results; None if there are none."""
+    return getattr(results_of(program), "SPANS", None)
 
 
 def wrap(spans, program):
@@ -218,7 +220,7 @@ def main(argv=None):
     program = (file or "").removesuffix(".py").replace("/", ".")
     if spans_of(program) is None:
         refuse("give a program of a lesson that has SPANS in its results, such as "
-               "param_server/main.py, and its flags; other programs have --timeline", None)
+               "param_server/main.py, and its flags", None)
     module = importlib.import_module(program)
     launches = module if hasattr(module, "launch") else common.program  # where it is looked up
     launch = launches.launch

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
 from common.session import device_for
 from torch import nn
@@ -100,13 +101,11 @@ def record(rank, world_size, args):
     """Run the lesson with a recorder; rank 0 returns the findings."""
     torch.set_default_dtype(torch.float64)
     recorder, everyone = Recorder(), [None] * world_size
-    path = args.private_path  # rank 0's is the one that counts
-    args.private_path = path if rank == 0 else path.with_name(f"{path.name}.of_rank{rank}")
     leave, barrier, save, load = dist.destroy_process_group, dist.barrier, torch.save, torch.load
 
     def gather_and_leave():
         dist.all_gather_object(everyone, recorder)
-        recorder.left_behind = path.exists()
+        recorder.left_behind = any(args.output_dir.glob(".model.*"))
         leave()
 
     def noted_barrier(*options, **more):
@@ -164,11 +163,11 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
-def check(args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
-    demos = [*lesson.ALL, "skew"] if args.demo == "all" else [args.demo]
+def check(program, args):
+    """Print what was compared; return `{what: difference}` where it is reported, else None."""
+    args.demos = [*program.ALL, "skew"] if args.demo == "all" else [args.demo]
     args.delay = min(args.delay, LONGEST_DELAY_S)
-    return verdict(lesson.run_demo(demos, args, record))
+    return verdict(launch(record, args, program.role_name))
 
 
 def compare(metrics, everyone, recorder, args):

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from common import checkpoint, report
 from common.cli import Parser, bounded, given, refuse
 from common.data import add_data_flags, fetch_data, load_data
-from common.launcher import launch
+from common.program import run_program
 from common.session import backend_for, device_for
 from torch import nn, optim
 from torch.nn import functional as F
@@ -226,16 +226,14 @@ def main(argv=None):
     if args.global_batch_size % args.world_size:
         refuse(f"{given(args, 'global_batch_size')} must be a multiple of "
                f"{given(args, 'world_size')}")
-    if args.check:
-        from ddp_basic.elastic_check import check
-
-        fetch_data(args)
-        return check(args)
-    inspect_checkpoint(args)
+    if not args.check:
+        inspect_checkpoint(args)
     fetch_data(args)
-    metrics = launch(run_worker, args, role_name)
-    if metrics is None:
-        return None
+    return run_program(run_worker, args, role_name, finish)
+
+
+def finish(metrics, args):
+    """Write metrics.json and print the last line; return the whole metrics."""
     metrics = report.save_metrics(args, metrics, metrics["backend"])
     print(f"{len(metrics['history'])} epochs on {args.world_size} ranks: "
           f"test accuracy {metrics['test_accuracy']:.1%}, loss {metrics['loss']:.3f}, "

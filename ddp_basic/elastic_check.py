@@ -142,11 +142,11 @@ def record(rank, world_size, args):
     return compare(metrics, histories, everyone, args) if rank == 0 else None
 
 
-def check(args):
+def check(program, args):
     """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
     with tempfile.TemporaryDirectory() as folder:
         args.epochs, args.checkpoint = EPOCHS, Path(folder, "run.pt")
-        return verdict(launch(record, args, lesson.role_name))
+        return verdict(launch(record, args, program.role_name))
 
 
 def compare(metrics, histories, everyone, args):

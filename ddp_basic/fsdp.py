@@ -34,8 +34,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import report
 from common.cli import Parser, bounded, ranks_here, refuse, require_memory
-from common.launcher import launch
-from common.launcher.worker import exit_now
+from common.program import run_program
 from common.session import backend_for, device_for, group_options
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -220,21 +219,11 @@ def main(argv=None):
                "needs its own", rank=None)
     require_memory(args, ["width", "layers"], 16 * memory.count(args) * len(ranks_here(args)))
     folders.require_useful(args, SETTINGS)
-    if args.check:
-        from ddp_basic.fsdp_check import check
-
-        return check(args)
     try:
-        metrics = launch(run_worker, args, role_name)
+        return run_program(run_worker, args, role_name, results.finish)
     finally:
         folders.clean_up(args)  # after ranks that were killed while they wrote
-    return metrics and results.finish(metrics, args)
 
 
 if __name__ == "__main__":
     main()
-    if dist.is_torchelastic_launched():
-        # gloo's threads outlive `destroy_process_group`. Where Python takes itself apart around
-        # them, now and then a rank that has done its work ends with SIGABRT. The ranks of the other
-        # two ways in leave like this, too.
-        exit_now(0)

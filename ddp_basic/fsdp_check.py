@@ -86,20 +86,20 @@ def record(rank, world_size, args):
     return compare(metrics, everyone, args) if rank == 0 else None
 
 
-def check(args):
+def check(program, args):
     """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
     args.epochs, args.layers, args.width = EPOCHS, min(args.layers, 3), min(args.width, 63)
     args.local_batch_size = STEPS * args.global_batch_size + NOT_USED
     alone = args.rank is None and not dist.is_torchelastic_launched()
     with tempfile.TemporaryDirectory() as folder:
         args.folder, args.resumed = Path(folder, "checkpoints"), False
-        compared = launch(record, args, lesson.role_name)
+        compared = launch(record, args, program.role_name)
         for ranks in sorted({1, args.world_size // 2} - {0, args.world_size}, reverse=True):
             if compared and alone and args.sharding in ("all", "full"):
                 args.world_size, args.sharding, args.resumed = ranks, "full", True
                 args.folder = Path(folder, f"of {ranks}")
                 shutil.copytree(Path(folder, "torn"), args.folder)
-                fewer = launch(record, args, lesson.role_name)
+                fewer = launch(record, args, program.role_name)
                 compared["findings"] += fewer["findings"]
         return verdict(compared)
 

@@ -21,22 +21,22 @@ over all ranks: every rank takes the step that a single process with all samples
 Last line: basic, checkpoint, model_parallel on 2 ranks: loss 1.169 -> 0.572
 """
 
+import contextlib
 import os
-import uuid
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from common import report
 from common.cli import LONGEST_S, Parser, bounded, ranks_here, refuse, require_memory
-from common.launcher import launch
+from common.program import run_program
 from common.session import device_for, group_options
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_basic import results
 from ddp_basic.data import toy_samples
-from ddp_basic.skew import timed_steps
 
 JOIN_TIMEOUT_S = 60.0  # processes take seconds to start: a tight --timeout is not for that
 
@@ -74,11 +74,26 @@ class ToyModel(nn.Module):
 
 
 def demo_basic(rank, world_size, args):
-    """Wrap a model and train it; this rank's losses before each step and at the end."""
+    """Wrap a model and train it; return this rank's losses, see `train`."""
     device = device_for(args.device)
     torch.manual_seed(args.seed)
     model = ToyModel().to(device)
     ddp_model = DDP(model, device_ids=gpu_of(device))  # rank 0's weights become everybody's
+    return train(ddp_model, rank, device, args)
+
+
+def train(ddp_model, rank, device, args):
+    """Train on the samples of this rank.
+
+    Args:
+        ddp_model: wrapped.
+        rank: whose samples.
+        device: of the outputs.
+        args: the parsed flags.
+
+    Returns:
+        The loss on these samples before each step, and at the end.
+    """
     loss_fn = nn.MSELoss()
     optimizer = optim.SGD(ddp_model.parameters(), lr=args.lr)
     # Tutorial: random labels, which nobody can learn, and one step.
@@ -91,23 +106,12 @@ def demo_basic(rank, world_size, args):
         losses.append(report.require_finite(loss, f"at step {step}"))
         loss.backward()  # in here, DDP waits for all ranks and averages their gradients
         optimizer.step()
-    return [*losses, results.loss_on(inputs, labels, model, loss_fn)]
+    return [*losses, results.loss_on(inputs, labels, ddp_model.module, loss_fn)]
 
 
 def gpu_of(device):
     """DDP's `device_ids`. Tutorial: [rank], which needs a GPU for each rank, on one machine."""
     return [device.index] if device.type == "cuda" else None
-
-
-def run_demo(demos, args, worker=None):
-    """Start the ranks, which run `demos`, by name; the metrics in the process that reports."""
-    args.demos = list(demos)
-    # Tutorial: one path in the temporary folder, where two runs overwrite each other's checkpoint.
-    args.private_path = args.output_dir.resolve() / f"model.{uuid.uuid4().hex}.checkpoint"
-    try:
-        return launch(worker or run_worker, args, role_name)
-    finally:
-        args.private_path.unlink(missing_ok=True)  # where a rank failed before it was deleted
 
 
 def demo_skew(rank, world_size, args):
@@ -125,19 +129,73 @@ def demo_skew(rank, world_size, args):
     return spans
 
 
+def timed_steps(ddp_model, inputs, labels, delay, args):
+    """Train, with extra work of `delay` seconds in every step.
+
+    Args:
+        ddp_model: wrapped, on any device.
+        inputs, labels: (n, 10) and (n, 5), of this rank.
+        delay: of this rank, in seconds.
+        args: with `lr`, `steps` and `timeout`, the seconds that the model's process group waits.
+
+    Returns:
+        For each step, in seconds since all ranks began: its start, the start of its backward, its
+        end.
+
+    Raises:
+        RuntimeError: in words, if the gradients of another rank did not come within the timeout.
+    """
+    loss_fn = nn.MSELoss()
+    optimizer = optim.SGD(ddp_model.parameters(), lr=args.lr)
+    dist.barrier()  # the clocks of all ranks start together
+    zero, spans = time.perf_counter(), []
+    for step in range(1, args.steps + 1):
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        outputs = ddp_model(inputs)
+        loss = loss_fn(outputs, labels)
+        report.require_finite(loss, f"at step {step}")
+        time.sleep(delay)  # a slower machine, longer samples, a file that only this rank writes
+        computed = time.perf_counter()
+        with waits_at_most(args.timeout, step):
+            loss.backward()  # the fast ranks wait in here
+        optimizer.step()
+        spans.append([moment - zero for moment in (started, computed, time.perf_counter())])
+    return spans
+
+
+@contextlib.contextmanager
+def waits_at_most(timeout, step):
+    """Tell in words if a `backward()` in here has waited for longer than the timeout."""
+    started = time.perf_counter()
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo says "Timed out waiting 2000ms for recv operation", or "Connection closed by peer"
+        # where another waiting rank has given up a moment earlier. How long it took distinguishes
+        # this from a rank that died.
+        if time.perf_counter() - started < 0.9 * timeout:
+            raise
+        raise RuntimeError(
+            f"step {step}: rank {dist.get_rank()} waited {timeout:g} s in backward() for the "
+            "gradients of a slower rank; make the ranks equally fast, or give a larger --timeout"
+        ) from error
+
+
 def demo_checkpoint(rank, world_size, args):
-    """Save on one rank, load on all, train what was loaded; this rank's losses."""
+    """Save on one rank, load on all, train what was loaded; return this rank's losses."""
     device = device_for(args.device)
     torch.manual_seed(args.seed)
     ddp_model = DDP(ToyModel().to(device), device_ids=gpu_of(device))
     # Tutorial: loads into the model that was saved, which would look right without loading.
     loaded_model = DDP(ToyModel().to(device), device_ids=gpu_of(device))  # other random weights
 
-    path = [args.private_path]
-    dist.broadcast_object_list(path)  # of rank 0: under torchrun, each process has made one up
+    # Tutorial: one path in the temporary folder, where two runs overwrite each other's checkpoint.
+    # The launcher removes what ends in .<process id>.tmp, should this process be killed.
+    path = [args.output_dir.resolve() / f".model.{os.getpid()}.tmp"]
+    dist.broadcast_object_list(path)  # rank 0's
     if rank == 0:  # all ranks have the same weights; several writers would race for the file
-        with report.replacing(path[0]) as temporary:
-            torch.save(ddp_model.state_dict(), temporary)
+        torch.save(ddp_model.state_dict(), path[0])
     dist.barrier()  # nobody may read before rank 0 has written
     # Saved from rank 0's device: without map_location, all ranks would load onto that one.
     # Tutorial: no weights_only; it runs whatever code somebody has put into the file.
@@ -145,18 +203,7 @@ def demo_checkpoint(rank, world_size, args):
     dist.barrier()  # Tutorial: none. Rank 0 may not delete before everybody has read
     if rank == 0:
         path[0].unlink()
-    loss_fn = nn.MSELoss()
-    optimizer = optim.SGD(loaded_model.parameters(), lr=args.lr)
-    inputs, labels = (tensor.to(device) for tensor in toy_samples(rank, args))
-    losses = []
-    for step in range(1, args.steps + 1):
-        optimizer.zero_grad()
-        outputs = loaded_model(inputs)
-        loss = loss_fn(outputs, labels)
-        losses.append(report.require_finite(loss, f"at step {step}"))
-        loss.backward()
-        optimizer.step()
-    return [*losses, results.loss_on(inputs, labels, loaded_model.module, loss_fn)]
+    return train(loaded_model, rank, device, args)
 
 
 class ToyMpModel(nn.Module):
@@ -176,7 +223,7 @@ class ToyMpModel(nn.Module):
 
 
 def demo_model_parallel(rank, world_size, args):
-    """Train replicas that are each split over two devices; this rank's losses."""
+    """Train replicas that are each split over two devices; return this rank's losses."""
     # Tutorial: dev0 = rank * 2 and dev1 = rank * 2 + 1, which needs two GPUs for each rank.
     dev0 = dev1 = device_for(args.device)
     ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -185,18 +232,7 @@ def demo_model_parallel(rank, world_size, args):
     torch.manual_seed(args.seed)
     mp_model = ToyMpModel(dev0, dev1)
     ddp_mp_model = DDP(mp_model)  # no device_ids: the model has two devices and moves its inputs
-    loss_fn = nn.MSELoss()
-    optimizer = optim.SGD(ddp_mp_model.parameters(), lr=args.lr)
-    inputs, labels = toy_samples(rank, args)
-    losses = []
-    for step in range(1, args.steps + 1):
-        optimizer.zero_grad()
-        outputs = ddp_mp_model(inputs)
-        loss = loss_fn(outputs, labels.to(dev1))
-        losses.append(report.require_finite(loss, f"at step {step}"))
-        loss.backward()
-        optimizer.step()
-    return [*losses, results.loss_on(inputs, labels.to(dev1), mp_model, loss_fn)]
+    return train(ddp_mp_model, rank, dev1, args)
 
 
 DEMOS = {"basic": demo_basic, "checkpoint": demo_checkpoint,
@@ -238,12 +274,8 @@ def main(argv=None):
         refuse(f"--slow_rank {args.slow_rank} must be below --world_size {args.world_size}")
     n_bytes = len(ranks_here(args)) * args.local_batch_size * (10 + 5) * 4
     require_memory(args, ["local_batch_size"], n_bytes)
-    if args.check:
-        from ddp_basic.check import check
-
-        return check(args)
-    metrics = run_demo(ALL if args.demo == "all" else [args.demo], args)
-    return metrics and results.finish(metrics, args)
+    args.demos = ALL if args.demo == "all" else [args.demo]
+    return run_program(run_worker, args, role_name, results.finish)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from common.launcher import launch
 from common.oracle import Comparison, verdict
 from torch import nn
 
-from ddp_rpc_hybrid import main as lesson
 from ddp_rpc_hybrid import recording
 from ddp_rpc_hybrid.check_metrics import hold_metrics, hold_speed
 from ddp_rpc_hybrid.recording import LOCKSTEP_EPOCHS, STEPS
@@ -230,11 +229,11 @@ def record(rank, world_size, args):
     return None if metrics is None else compare(trainers, metrics, args).as_dict()
 
 
-def check(args):
+def check(program, args):
     """Hold a short training against one process; `{what: difference}` where it is reported.
 
     Raises:
         SystemExit: 1 if something does not hold.
     """
     args.epochs = EPOCHS
-    return verdict(launch(record, args, lesson.role_name))
+    return verdict(launch(record, args, program.role_name))

@@ -26,14 +26,12 @@ Last line: 2 trainers: loss 2.50 -> 0.60, accuracy 15% -> 82% (chance 12%) | 142
 """
 
 import random
-import time
 
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
-from common import report
 from common.cli import Parser, bounded
-from common.launcher import launch
+from common.program import run_program
 from common.session import device_for, group_options, rpc_options, wait_all
 from torch import nn, optim
 from torch.distributed import rpc
@@ -113,11 +111,11 @@ def _run_trainer(emb_rref, rank, args):
     opt = DistributedOptimizer(SGD, model_parameter_rrefs, lr=args.lr)
     criterion = nn.CrossEntropyLoss()
 
-    teacher, epochs, train_s, rpc_bytes = Teacher(args), [], 0.0, 0
-    bar = report.progress(args.epochs, "epoch", show=rank == 0)
+    teacher = Teacher(args)
+    history = results.History(TRAINER_NAME.format(rank), args, show=rank == 0)
     for epoch in range(args.epochs):
         batches = list(get_next_batch(rank, epoch, teacher, args))
-        started, steps = time.perf_counter(), []
+        history.begin_epoch()
         for indices, offsets, target in batches:
             # The context holds the gradients of this step, here and on the server.
             with dist_autograd.context() as context_id:
@@ -130,17 +128,10 @@ def _run_trainer(emb_rref, rank, args):
                 # The server steps the table, every trainer its replica of the dense part.
                 opt.step(context_id)
             # No zero_grad(): the next step has a context, and so gradients, of its own.
-            at = f"at step {len(steps) + 1} of epoch {epoch + 1}"
-            right = (output.argmax(dim=1) == target).sum().item()
-            steps.append((report.require_finite(loss, at), right, len(target)))
-            rpc_bytes += results.bytes_over_rpc(indices, offsets, args.embedding_dim)
-        train_s += time.perf_counter() - started
-        epochs.append(results.of_epoch(steps))
-        bar.update()
-        if rank == 0:
-            results.log_epoch(TRAINER_NAME.format(rank), epochs)
-    bar.close()
-    return results.of_trainer(epochs, train_s, rpc_bytes, model, criterion, batches[-1])
+            history.add(loss, output, target,
+                        results.bytes_over_rpc(indices, offsets, args.embedding_dim))
+        history.end_epoch()
+    return results.of_trainer(history, model, criterion, batches[-1])
 
 
 def run_worker(rank, world_size, args):
@@ -204,11 +195,7 @@ def main(argv=None):
     """Train, or `--check`; the metrics or the differences in the process that reports, or None."""
     args = build_parser().parse_args(argv)
     require_tables(args, role_name)
-    if args.check:
-        from ddp_rpc_hybrid.check import check
-        return check(args)
-    metrics = launch(run_worker, args, role_name)
-    return None if metrics is None else results.finish(metrics, args)
+    return run_program(run_worker, args, role_name, results.finish)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """What a run says of itself: metrics, the picture, the last line."""
 
+import time
+
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
@@ -26,14 +28,53 @@ SPANS = {
 }
 
 
-def of_epoch(steps):
-    """The `loss` and the `accuracy` of an epoch.
+class History:
+    """Records the steps of one trainer, and how long they take.
 
     Args:
-        steps: of each step (loss, how many targets were guessed before it, how many bags it had).
+        role: of the trainer.
+        args: the parsed flags.
+        show: whether to print the epochs; one trainer is enough.
     """
-    losses, guessed, bags = zip(*steps, strict=True)
-    return {"loss": sum(losses) / len(losses), "accuracy": sum(guessed) / sum(bags)}
+
+    def __init__(self, role, args, show):
+        self.role, self.show = role, show
+        self.epochs, self.train_s, self.n_bytes = [], 0.0, 0
+        self.bar = report.progress(args.epochs, "epoch", show=show)
+
+    def begin_epoch(self):
+        """Start the clock; the batches are there."""
+        self.steps, self.started = [], time.perf_counter()
+
+    def add(self, loss, output, target, n_bytes):
+        """Record a step.
+
+        Args:
+            loss: before the step.
+            output, target: the scores (bags, classes) that it came from, and the classes (bags,).
+            n_bytes: that the step has sent.
+        """
+        at = f"at step {len(self.steps) + 1} of epoch {len(self.epochs) + 1}"
+        right = (output.argmax(dim=1) == target).sum().item()
+        self.steps.append((report.require_finite(loss, at), right, len(target)))
+        self.n_bytes += n_bytes
+
+    def end_epoch(self):
+        """Stop the clock, and print the line of every tenth epoch."""
+        self.train_s += time.perf_counter() - self.started
+        losses, guessed, bags = zip(*self.steps, strict=True)
+        self.epochs.append({"loss": sum(losses) / len(losses),
+                            "accuracy": sum(guessed) / sum(bags)})
+        self.bar.update()
+        if self.show:
+            log_epoch(self.role, self.epochs)
+
+    def metrics(self):
+        """Return `epochs`, `steps_per_s` and the `bytes_per_step` that `add` was told of."""
+        self.bar.close()
+        steps = len(self.epochs) * BATCHES
+        return {"epochs": self.epochs, "steps_per_s": steps / self.train_s,
+                "bytes_per_step": self.n_bytes / steps}
 
 
 def log_epoch(role, epochs):
@@ -49,22 +90,23 @@ def bytes_over_rpc(indices, offsets, dim):
     return indices.nbytes + offsets.nbytes + numbers * torch.get_default_dtype().itemsize
 
 
-def of_trainer(epochs, train_s, rpc_bytes, model, criterion, batch):
-    """The metrics of one trainer.
+def of_trainer(history, model, criterion, batch):
+    """Return the metrics of one trainer.
 
     Args:
-        epochs: `of_epoch` for each.
-        train_s: seconds of the training loop.
-        rpc_bytes: of all steps together.
+        history: of its steps.
         model, criterion: for one more backward pass on `batch`, without a step: how large is the
             table's gradient?
     """
-    steps, n_trainers = len(epochs) * BATCHES, dist.get_world_size()
-    dense_bytes = sum(param.nbytes for param in model.parameters())
-    all_reduce_bytes = 2 * (n_trainers - 1) / n_trainers * dense_bytes  # what a ring sends
-    return {"epochs": epochs, "steps_per_s": steps / train_s,
-            "bytes_per_step": rpc_bytes / steps + all_reduce_bytes,
-            "table_gradient_bytes": table_gradient_bytes(model, criterion, batch)}
+    metrics = history.metrics()
+    metrics["bytes_per_step"] += all_reduce_bytes(model)
+    return {**metrics, "table_gradient_bytes": table_gradient_bytes(model, criterion, batch)}
+
+
+def all_reduce_bytes(dense):
+    """Return what a trainer sends in a step for the gradients of the dense part, in a ring."""
+    n_trainers = dist.get_world_size()
+    return 2 * (n_trainers - 1) / n_trainers * sum(param.nbytes for param in dense.parameters())
 
 
 def table_gradient_bytes(model, criterion, batch):

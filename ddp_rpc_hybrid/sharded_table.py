@@ -26,13 +26,11 @@ Last line, about:
     2 trainers, all_to_all: loss 2.50 -> 0.60, accuracy 15% -> 82% (chance 12%) | 206 steps/s ...
 """
 
-import time
 
 import torch
 import torch.distributed as dist
-from common import report
 from common.cli import Parser
-from common.launcher import launch
+from common.program import run_program
 from common.session import backend_for, device_for, group_options
 from torch import nn, optim
 from torch.nn import functional as F
@@ -188,11 +186,11 @@ def train(rank, world_size, args):
     # Each rank steps what it has: its rows, and its replica of the Linear.
     opt = optim.SGD(model.parameters(), lr=args.lr, foreach=False)  # a DTensor beside tensors
     criterion = nn.CrossEntropyLoss()
-    teacher, epochs, train_s, n_bytes = Teacher(args), [], 0.0, 0
-    bar = report.progress(args.epochs, "epoch", show=rank == 0)
+    teacher = Teacher(args)
+    history = results.History(role_name(rank, world_size), args, show=rank == 0)
     for epoch in range(args.epochs):
         batches = list(get_next_batch(rank, epoch, teacher, args))
-        started, steps = time.perf_counter(), []
+        history.begin_epoch()
         for batch in batches:
             indices, offsets, target = (tensor.to(device) for tensor in batch)
             opt.zero_grad()
@@ -202,17 +200,10 @@ def train(rank, world_size, args):
             # their rows: of all trainers, not averaged, as the server's steps add up, too.
             loss.backward()
             opt.step()
-            at = f"at step {len(steps) + 1} of epoch {epoch + 1}"
-            right = (output.argmax(dim=1) == target).sum().item()
-            steps.append((report.require_finite(loss, at), right, len(target)))
-            n_bytes += results.bytes_sent(model.table, rank, indices, offsets)
-        train_s += time.perf_counter() - started
-        epochs.append(results.of_epoch(steps))
-        bar.update()
-        if rank == 0:
-            results.log_epoch(role_name(rank, world_size), epochs)
-    bar.close()
-    return results.of_trainer(epochs, train_s, n_bytes, model)
+            history.add(loss, output, target,
+                        results.bytes_sent(model.table, rank, indices, offsets))
+        history.end_epoch()
+    return results.of_trainer(history, model)
 
 
 def run_worker(rank, world_size, args):
@@ -239,11 +230,7 @@ def main(argv=None):
     """Train, or `--check`; the metrics or the differences in the process that reports, or None."""
     args = build_parser().parse_args(argv)
     require_parts(args, role_name)
-    if args.check:
-        from ddp_rpc_hybrid.sharded_table_check import check
-        return check(args)
-    metrics = launch(run_worker, args, role_name)
-    return None if metrics is None else results.finish(metrics, args)
+    return run_program(run_worker, args, role_name, results.finish)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
 from torch import nn
 
-from ddp_rpc_hybrid import sharded_table as lesson
 from ddp_rpc_hybrid.check import batches_of, forward_and_backward, teacher_of
 from ddp_rpc_hybrid.check_metrics import epochs_of, hold_speed
 from ddp_rpc_hybrid.sharded_table_recording import LOCAL_EPOCH, record_trainings, trainings_of
@@ -173,7 +172,7 @@ def record(rank, world_size, args):
     return compare(reported, everyone, args) if rank == 0 else None
 
 
-def check(args):
+def check(program, args):
     """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
     args.epochs, args.num_embeddings = EPOCHS, min(args.num_embeddings, MOST_ROWS)
-    return verdict(launch(record, args, lesson.role_name))
+    return verdict(launch(record, args, program.role_name))

@@ -1,12 +1,10 @@
 """What a run of `sharded_table.py` says of itself: metrics, the picture, the last line."""
 
 import torch
-import torch.distributed as dist
 from common import report
 
 from ddp_rpc_hybrid import results as hybrid
-from ddp_rpc_hybrid.data import BATCHES
-from ddp_rpc_hybrid.results import log_epoch, of_epoch  # noqa: F401  as main.py's
+from ddp_rpc_hybrid.results import History, all_reduce_bytes  # noqa: F401  History: as main.py's
 
 WORDS = {
     "en": {**hybrid.WORDS["en"],
@@ -36,22 +34,18 @@ def bytes_sent(table, rank, indices, offsets):
     return all_reduce + others * table.length * (integer + 2 * of_row)
 
 
-def of_trainer(epochs, train_s, n_bytes, model):
-    """The metrics of one trainer.
+def of_trainer(history, model):
+    """Return the metrics of one trainer.
 
     Args:
-        epochs: `of_epoch` for each.
-        train_s: seconds of the training loop.
-        n_bytes: `bytes_sent` of all steps together.
+        history: of its steps, with `bytes_sent` of each.
         model: after the last step.
     """
-    steps, n_trainers = len(epochs) * BATCHES, dist.get_world_size()
-    dense_bytes = sum(param.nbytes for param in model.fc.parameters())
-    all_reduce_bytes = 2 * (n_trainers - 1) / n_trainers * dense_bytes  # what a ring sends
+    metrics = history.metrics()
+    metrics["bytes_per_step"] += all_reduce_bytes(model.fc)
     [rows] = model.table.parameters()
-    return {"epochs": epochs, "steps_per_s": steps / train_s,
-            "bytes_per_step": n_bytes / steps + all_reduce_bytes,
-            "table_bytes": bytes_here(rows.detach()), "table_gradient_bytes": bytes_here(rows.grad)}
+    return {**metrics, "table_bytes": bytes_here(rows.detach()),
+            "table_gradient_bytes": bytes_here(rows.grad)}
 
 
 def bytes_here(tensor):

@@ -22,7 +22,8 @@ def measure(exercise, learners_file, patience=1.0, show=lambda part: None):
 
     Args:
         exercise: of the kind measure: its `cases` have the `arguments` of `predict`, the `flags` of
-            the program, and `measured`, an expression on the `metrics` of its metrics.json.
+            the program, or of a `program` of its own, and `measured`, an expression on the
+            `metrics` of its metrics.json.
         learners_file: its path.
         patience: multiplies all limits, for a busy machine.
         show: called with parts to show before the verdict: the predictions.
@@ -61,13 +62,13 @@ def predictions(exercise, learners_file, tree, patience):
 
 
 def measurements(exercise, tree, patience):
-    """A number for each case; cases with the same flags share a run."""
+    """A number for each case; cases with the same program and flags share a run."""
     runs, numbers = {}, []
     for case in exercise.cases:
-        flags = tuple(map(str, case["flags"]))
+        flags = (case.get("program", exercise.program), *map(str, case["flags"]))
         if flags not in runs:
             output = tree / "outputs" / str(len(runs))
-            command = [sys.executable, ROOT / exercise.program, *flags, "--output_dir", output]
+            command = [sys.executable, ROOT / flags[0], *flags[1:], "--output_dir", output]
             ended = run_in(command, tree, patience, exercise, python_path=ROOT)
             if ended.status != 0:
                 parts = [("no_verdict", {"status": ended.status}), *ended.output.splitlines()[-5:]]

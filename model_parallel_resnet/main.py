@@ -2,7 +2,7 @@ r"""A ResNet in two processes, and a pipeline of micro-batches through them (tut
 
 Each worker has half of the model. With one piece of work at a time, one of them always waits. So
 the master splits the batch into micro-batches: while worker2 has the first, worker1 has the second.
-Distributed autograd brings the gradients back the same way (early_backward.py: each at once).
+Distributed autograd brings the gradients back the same way.
 
     rank 0 "master"             rank 1 "worker1"          rank 2 "worker2"
     +----------------+          +------------------+      +-----------------+
@@ -14,16 +14,17 @@ Distributed autograd brings the gradients back the same way (early_backward.py: 
                                 +------------------+      +-----------------+
 
     python model_parallel_resnet/main.py --num_splits 1 2 4 8    seconds per batch for each number
-    python model_parallel_resnet/main.py --backward whole        the tutorial's order of work
-    python model_parallel_resnet/main.py --timeline              and a timeline of every process
     python model_parallel_resnet/main.py --check                 the same as one whole ResNet?
+    python -m common.tracing model_parallel_resnet/main.py       with a timeline of every process
     torchrun --nproc_per_node 3 model_parallel_resnet/main.py    under torchrun
     python model_parallel_resnet/main.py --rank 1 \
         --master_addr HOST --master_port 29500                   manual launch
 
 Last line, about:
-    resnet50, RPC pipeline: loss 0.3693 -> 0.0214 |
-    best with num_split 4: 2.35 s a batch, 1.54 times as fast as with 1 (ideal 1.60), ...
+    resnet50, RPC pipeline: loss 0.3693 -> 0.0221 |
+    best with num_split 4: 2.03 s a batch, 2.01 times as fast as with 1 (ideal 1.60), ...
+
+early_backward.py sends each micro-batch back at once; schedules.py does it without RPC.
 """
 
 import threading
@@ -31,20 +32,17 @@ import time
 
 import torch
 import torch.distributed.autograd as dist_autograd
-from common import report, timeline
-from common.cli import Parser
-from common.launcher import launch
+from common.cli import Parser, bounded
+from common.program import run_program
 from common.session import device_for, rpc_options, wait_all
 from common.vision import import_torchvision
-from torch import nn
+from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 
-from model_parallel_resnet import measuring
 from model_parallel_resnet.data import get_batch, require_sizes
-from model_parallel_resnet.flags import add_flags
-from model_parallel_resnet.results import finish, log_batch
+from model_parallel_resnet.results import Batches, fetch_work, finish, record_work
 
 MASTER_NAME = "master"
 WORKERS = ["worker1", "worker2"]
@@ -52,29 +50,29 @@ WORKERS = ["worker1", "worker2"]
 ARCHS = {"resnet18": ("BasicBlock", [2, 2, 2, 2]), "resnet50": ("Bottleneck", [3, 4, 6, 3])}
 
 
-def role_name(rank, world_size):
-    """Rank 0 is the master; the others have a shard each."""
-    return [MASTER_NAME, *WORKERS][rank]
-
-
-def conv1x1(in_planes, out_planes, stride=1):
-    """A convolution of single pixels."""
+def conv1x1(in_planes: int, out_planes: int, stride: int = 1) -> nn.Conv2d:
+    """Make a convolution of single pixels."""
     return nn.Conv2d(in_planes, out_planes, kernel_size=1, stride=stride, bias=False)
 
 
 class ResNetBase(nn.Module):
-    """What both shards share; `seed` is that of its initial weights, `device` where it computes."""
+    """Make layers out of torchvision's blocks, for both shards.
 
-    def __init__(self, args, seed, device=None):
+    Args:
+        block: the name of torchvision's kind of block, "Bottleneck" or "BasicBlock".
+        device: "auto", "cpu" or "cuda", of which the worker makes one that it has; or that device.
+        seed: of the initial weights.
+    """
+
+    def __init__(self, block: str, device: str | torch.device, seed: int):
         super().__init__()
         # RPC calls `forward` in many threads, one for each micro-batch. Two at a time would make
         # the next stage wait, and write into the same running statistics of BatchNorm.
         self._lock = threading.Lock()
-        block, self.blocks = ARCHS[args.arch]
         self._block = getattr(import_torchvision().models.resnet, block)
         self._norm_layer = nn.BatchNorm2d
         # Tutorial: "cuda:0" and "cuda:1", from the master; does not start on fewer GPUs.
-        self.device = device or device_for(args.device)
+        self.device = device_for(device) if isinstance(device, str) else device
         torch.manual_seed(seed)
 
     def _make_layer(self, planes, blocks, stride=1):
@@ -93,130 +91,140 @@ class ResNetBase(nn.Module):
             if isinstance(m, nn.Conv2d):
                 nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
 
-    def parameter_rrefs(self):
-        """An RRef for each parameter, for a `DistributedOptimizer` elsewhere."""
+    def parameter_rrefs(self) -> list[RRef]:
+        """Return an RRef for each parameter, for a `DistributedOptimizer` elsewhere."""
         return [RRef(param) for param in self.parameters()]
 
 
 class ResNetShard1(ResNetBase):
-    """Images (N, 3, H, W) to features (N, 512, H/8, W/8); with resnet18, of 128 channels."""
+    """Compute features (N, 512, H/8, W/8) of images (N, 3, H, W); with resnet18, 128 channels.
 
-    def __init__(self, args, device=None):
-        super().__init__(args, 2 * args.seed + 1, device)  # both other than the data's
+    Args:
+        blocks: the numbers of blocks in layer1 and layer2.
+        block, device, seed: as above.
+    """
+
+    def __init__(self, block: str, blocks: list[int], device: str | torch.device, seed: int):
+        super().__init__(block, device, seed)
         self.inplanes = 64
         self.seq = nn.Sequential(
             nn.Conv2d(3, self.inplanes, kernel_size=7, stride=2, padding=3, bias=False),
             self._norm_layer(self.inplanes),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
-            self._make_layer(64, self.blocks[0]),
-            self._make_layer(128, self.blocks[1], stride=2))
+            self._make_layer(64, blocks[0]),
+            self._make_layer(128, blocks[1], stride=2))
         self._init_weights()
         self.to(self.device)
 
-    def forward(self, x_rref, i):
-        """Called over RPC: fetch micro-batch `i`, compute, keep the result here for who asks."""
+    def forward(self, x_rref: RRef, i: int) -> torch.Tensor:
+        """Fetch a micro-batch, and compute; called over RPC. Its number `i` is for the record."""
         x = x_rref.to_here().to(self.device)  # before the lock: it travels while others compute
-        with self._lock, measuring.span("forward", self.device, micro_batch=i):
+        with self._lock:
             out = self.seq(x)
-        measuring.record_backward(x, out, i)
         return out.cpu()
 
 
 class ResNetShard2(ResNetBase):
-    """Those features to logits (N, num_classes)."""
+    """Compute logits (N, num_classes) of those features.
 
-    def __init__(self, args, device=None):
-        super().__init__(args, 2 * args.seed + 2, device)
+    Args:
+        blocks: the numbers of blocks in layer3 and layer4.
+        block, num_classes, device, seed: as above.
+    """
+
+    def __init__(self, block: str, blocks: list[int], num_classes: int, device: str | torch.device,
+                 seed: int):
+        super().__init__(block, device, seed)
         self.inplanes = 128 * self._block.expansion
         self.seq = nn.Sequential(
-            self._make_layer(256, self.blocks[2], stride=2),
-            self._make_layer(512, self.blocks[3], stride=2),
+            self._make_layer(256, blocks[0], stride=2),
+            self._make_layer(512, blocks[1], stride=2),
             nn.AdaptiveAvgPool2d((1, 1)))
-        self.fc = nn.Linear(512 * self._block.expansion, args.num_classes)
+        self.fc = nn.Linear(512 * self._block.expansion, num_classes)
         self._init_weights()
         self.to(self.device)
 
-    def forward(self, x_rref, i):
-        """As above; `x_rref` is with worker1, which answers when it has computed it."""
+    def forward(self, x_rref: RRef, i: int) -> torch.Tensor:
+        """Do the same; `x_rref` is with worker1, which answers when it has computed it."""
         x = x_rref.to_here().to(self.device)
-        with self._lock, measuring.span("forward", self.device, micro_batch=i):
+        with self._lock:
             out = self.fc(torch.flatten(self.seq(x), 1))
-        measuring.record_backward(x, out, i)
         return out.cpu()
 
 
 class DistResNet50(nn.Module):
-    """The model as the master sees it: two shards elsewhere, and micro-batches on their way."""
+    """The model as the master sees it: two shards elsewhere, and micro-batches on their way.
 
-    def __init__(self, num_split, workers, args):
+    Args:
+        num_split: the number of micro-batches.
+        workers: where the shards will be.
+        arch: one of `ARCHS`.
+        num_classes, device: of the shards.
+        seed: of the data; the initial weights of each shard have one of their own.
+    """
+
+    def __init__(self, num_split: int, workers: list[str], arch: str, num_classes: int,
+                 device: str, seed: int):
         super().__init__()
         self.num_split = num_split
-        self.p1_rref = rpc.remote(workers[0], ResNetShard1, args=(args,))
-        self.p2_rref = rpc.remote(workers[1], ResNetShard2, args=(args,))
+        block, blocks = ARCHS[arch]
+        self.p1_rref = rpc.remote(workers[0], ResNetShard1,
+                                  args=(block, blocks[:2], device, 2 * seed + 1))
+        self.p2_rref = rpc.remote(workers[1], ResNetShard2,
+                                  args=(block, blocks[2:], num_classes, device, 2 * seed + 2))
 
-    def forward(self, xs):
-        """Images (N, 3, H, W) to logits (N, num_classes), in the order of the images."""
+    def forward(self, xs: torch.Tensor) -> torch.Tensor:
+        """Compute logits (N, num_classes) of images (N, 3, H, W), in their order."""
         out_futures = []
-        with timeline.span("send"):
-            # Tutorial: xs.split(self.split_size): no such attribute; and a size is not a number.
-            for i, x in enumerate(xs.tensor_split(self.num_split)):
-                x_rref = RRef(x)  # nothing here waits: worker1 fetches x, worker2 asks it for y
-                y_rref = self.p1_rref.remote().forward(x_rref, i)
-                out_futures.append(self.p2_rref.rpc_async().forward(y_rref, i))
+        # Tutorial: xs.split(self.split_size): no such attribute; and a size is not a number.
+        for i, x in enumerate(xs.tensor_split(self.num_split)):
+            x_rref = RRef(x)  # nothing here waits: worker1 fetches x, worker2 asks it for y
+            y_rref = self.p1_rref.remote().forward(x_rref, i)
+            out_futures.append(self.p2_rref.rpc_async().forward(y_rref, i))
         return torch.cat(wait_all(out_futures))
 
-    def parameter_rrefs(self):
-        """RRefs of the parameters of both shards."""
+    def parameter_rrefs(self) -> list[RRef]:
+        """Return RRefs of the parameters of both shards."""
         return [param for rref in (self.p1_rref, self.p2_rref)
                 for param in rref.remote().parameter_rrefs().to_here()]
 
 
-def train_batch(model, inputs, labels, opt):
-    """All micro-batches forward, then all of them back, and a step; the loss of the batch."""
-    loss_fn = nn.MSELoss()
-    with dist_autograd.context() as context_id:
-        outputs = model(inputs)
-        with timeline.span("loss"):
-            loss = loss_fn(outputs, labels)
-        # Each micro-batch's gradient goes to worker2, and on to worker1 when it is through.
-        dist_autograd.backward(context_id, [loss])
-        opt.step(context_id)
-    return loss
+class SGD(optim.SGD):
+    """A subclass that `DistributedOptimizer` does not know, and therefore does not compile."""
 
 
-def run_master(args):
-    """All numbers of micro-batches in turns, after a warm-up; what `finish` in results.py takes."""
+def run_master(args) -> dict:
+    """Train with all numbers of micro-batches in turns; what `finish` in results.py takes."""
     # Tutorial: new processes for each number, and their start within the measured time.
-    if args.backward == "early":
-        from model_parallel_resnet.early_backward import early
-
-        model, step, opt = early(args, WORKERS)
-    else:
-        model, step = DistResNet50(1, WORKERS, args), train_batch
-        # The gradients are in the context, not in `.grad`: a plain optimizer would do nothing.
-        opt = DistributedOptimizer(measuring.SGD, model.parameter_rrefs(), lr=args.lr)
+    model = DistResNet50(1, WORKERS, args.arch, args.num_classes, args.device, args.seed)
+    loss_fn = nn.MSELoss()
+    # The gradients are in the context, not in `.grad`: a plain optimizer would do nothing.
+    opt = DistributedOptimizer(SGD, model.parameter_rrefs(), lr=args.lr)
     inputs, labels = get_batch(args)  # Tutorial: drawn anew for each batch; no loss could fall.
-    losses, windows = [], {num_split: [] for num_split in args.num_splits}
-    bar = report.progress((args.num_batches + 1) * len(args.num_splits), "batch")
-    for batch in range(args.num_batches + 1):
+    batches = Batches(MASTER_NAME, args)
+    for batch in range(args.num_batches + 1):  # the first one is a warm-up
         for num_split in args.num_splits:  # in turns: whatever slows the machine slows all of them
             model.num_split = num_split
             started = time.time()
-            loss = step(model, inputs, labels, opt)
-            windows[num_split].append((started, time.time()))
-            losses.append(report.require_finite(loss, f"at step {len(losses) + 1}"))
-            log_batch(MASTER_NAME, batch, num_split, losses[-1], time.time() - started)
-            bar.update()
-    bar.close()
-    spans = timeline.recorded()
-    spans |= {worker: rpc.rpc_sync(worker, timeline.recorded)[worker] for worker in WORKERS}
-    return {"losses": losses, "windows": [times[1:] for times in windows.values()], "spans": spans}
+            with dist_autograd.context() as context_id:
+                outputs = model(inputs)
+                loss = loss_fn(outputs, labels)
+                # Each micro-batch's gradient goes to worker2, and on to worker1 when it is through.
+                dist_autograd.backward(context_id, [loss])
+                opt.step(context_id)
+            batches.add(batch, num_split, started, loss)
+    return batches.metrics(fetch_work(WORKERS))
 
 
-def run_worker(rank, world_size, args):
-    """Rank 0 runs the experiment and returns its metrics; the others serve their shards."""
-    measuring.start(role_name(rank, world_size))
+def role_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank: 0 is the master, the others have a shard each."""
+    return [MASTER_NAME, *WORKERS][rank]
+
+
+def run_worker(rank: int, world_size: int, args, run_master=run_master) -> dict | None:
+    """Train on rank 0, which returns the metrics; the others serve their shards."""
+    record_work(role_name(rank, world_size), ResNetShard1, ResNetShard2)  # the table's idle times
     options = rpc_options(args, 8 + 2 * max(args.num_splits))  # threads: micro-batches wait in two
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=options)
@@ -225,24 +233,30 @@ def run_worker(rank, world_size, args):
     return metrics
 
 
-def build_parser():
-    """The flags of this example."""
-    parser = add_flags(Parser("model_parallel_resnet", __doc__, world_size=3), ARCHS)
-    parser.add_argument("--backward", choices=["whole", "early"], default="early",
-                        help="whole: after all outputs, the tutorial's; early: after each one's")
+def add_flags(parser: Parser) -> Parser:
+    """Add the flags that the folder's pipelines share to a parser, which is returned."""
+    add, count = parser.add_argument, bounded(int, at_least=1)
+    add("--num_splits", type=bounded(int, at_least=1, at_most=1000), nargs="+", metavar="N",
+        default=[1, 2, 4, 8], help="numbers of micro-batches to try, and 1, to compare with")
+    add("--batch_size", type=count, default=32, metavar="N", help="images in a batch")
+    add("--image_size", type=bounded(int, at_least=32), default=128, metavar="N", help="pixels")
+    add("--num_batches", type=count, default=3, metavar="N", help="timed, for each of --num_splits")
+    add("--num_classes", type=bounded(int, at_least=2), default=1000, metavar="N", help="targets")
+    add("--arch", choices=ARCHS, default="resnet50", help="of torchvision")
+    add("--lr", type=bounded(float, above=0), default=0.05, help="learning rate of SGD")
     return parser
 
 
-def main(argv=None):
-    """Run the experiment or `--check`; the metrics in the process that reports, None elsewhere."""
+def build_parser(example="model_parallel_resnet", description=__doc__) -> Parser:
+    """Make the parser of this example."""
+    return add_flags(Parser(example, description, world_size=3))
+
+
+def main(argv=None) -> dict | None:
+    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     require_sizes(args, [["batch"], ["first half"], ["second half"]])
-    if args.check:
-        from model_parallel_resnet.check import check
-
-        return check(args)
-    metrics = launch(run_worker, args, role_name)
-    return metrics and finish(metrics, args, "RPC pipeline", WORKERS, backend="tensorpipe")
+    return run_program(run_worker, args, role_name, finish)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def state_of(shard_rref):
 
 
 def state(model):
-    """The weights, the running statistics of each BatchNorm, and what the timeline has."""
+    """The weights, the running statistics of each BatchNorm, and the spans so far."""
     norms = [{"running": torch.stack([norm.running_mean, norm.running_var]).cpu(),
               "count": norm.num_batches_tracked.item()}
              for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm2d)]

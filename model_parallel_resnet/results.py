@@ -1,15 +1,22 @@
-"""What a run of main.py or schedules.py leaves: table, metrics.json, num_split.png, timeline."""
+"""What the folder's pipelines leave: a line for each batch, table, metrics.json, num_split.png."""
 
 import statistics
 import sys
+import time
 
-from common import picture, report, timeline, timeline_report
+from common import picture, report, timeline
 
-from model_parallel_resnet import bubble
+from model_parallel_resnet import measuring
+from model_parallel_resnet.measuring import (  # noqa: F401  the programs take them from here
+    fetch_work,
+    gather_work,
+    record_calls,
+    record_stages,
+    record_work,
+)
 
 TUTORIAL_S = {1: 16.45, 2: 12.33, 4: 10.16, 8: 9.08}  # 6_7, cell 18: three batches of 120, two GPUs
 STAGES = 2
-TIMELINE_TITLE = {"en": "A batch of {arch}, {name}", "ja": "{arch}の1バッチ、{name}"}
 WORDS = {
     "en": {"title": "A pipeline of two stages: {arch}, batch {batch_size}, {pixels} pixels",
            "x": "micro-batches m (num_split)", "y": "time of a batch / time with 1 split",
@@ -20,13 +27,66 @@ WORDS = {
            "ideal": "理想：(m + 1) / 2m", "here": "測定値（{name}）", "seconds": "%.2f秒",
            "tutorial": "チュートリアル（GPU 2個、起動時間を含む）"},
 }
+# What a timeline shows (common/tracing.py) beside the workers' spans, which measuring.py records.
+SPANS = {
+    "model_parallel_resnet.main:DistResNet50.forward": ["remote call"],
+    "model_parallel_resnet.early_backward:EarlyResNet50.forward": ["remote call"],
+    "model_parallel_resnet.early_backward:EarlyOptimizer.add": ["remote call"],
+    "model_parallel_resnet.early_backward:EarlyOptimizer.step": ["remote call"],
+    "torch.nn:MSELoss.forward": ["loss"],
+    "torch.distributed.autograd:backward": ["remote call"],
+    "torch.distributed.optim:DistributedOptimizer.step": ["remote call"],
+}
 
 
-def finish(metrics, args, name, workers, backend):
+class Batches:
+    """The batches of a run, where its clock is read.
+
+    Args:
+        role: of this process, for the printed lines.
+        args: the parsed flags.
+        show: whether this process shows a progress bar.
+    """
+
+    def __init__(self, role, args, show=True):
+        self.role, self.losses = role, []
+        self.windows = {num_split: [] for num_split in args.num_splits}
+        self.bar = report.progress((args.num_batches + 1) * len(args.num_splits), "batch",
+                                   show=show)
+
+    def add(self, batch, num_split, started, loss):
+        """Add a batch that has ended, and print a line.
+
+        Args:
+            batch: its number; 0 is the warm-up.
+            num_split: its micro-batches.
+            started: when it did, of `time.time()`.
+            loss: a number, or a tensor of one.
+
+        Raises:
+            NotFiniteError: if the loss is not.
+        """
+        ended = time.time()
+        self.windows[num_split].append((started, ended))
+        loss = report.require_finite(loss, f"at step {len(self.losses) + 1}")
+        self.losses.append(loss)
+        report.log(self.role, f"{f'batch {batch}' if batch else 'warm-up'}  splits {num_split}  "
+                              f"loss {loss:.4f}  {ended - started:.2f} s")
+        self.bar.update()
+
+    def metrics(self, spans):
+        """Return what `finish` takes; `spans` are those of all processes."""
+        self.bar.close()
+        return {"losses": self.losses, "windows": [times[1:] for times in self.windows.values()],
+                "spans": spans}
+
+
+def finish(metrics, args, name="RPC pipeline", workers=("worker1", "worker2"),
+           backend="tensorpipe"):
     """Turn what was recorded into rows, print and write them, and draw; the whole metrics.
 
     Args:
-        metrics: of `launch`: `losses` (one for each batch), `windows` (for each of
+        metrics: of `run_worker`: `losses` (one for each batch), `windows` (for each of
             `args.num_splits`, the beginning and end of its timed batches) and `spans` (of all
             processes); times in seconds.
         args: the parsed flags.
@@ -41,31 +101,14 @@ def finish(metrics, args, name, workers, backend):
     rows = rows_of(metrics, args, workers)
     spans, windows = metrics.pop("spans"), metrics.pop("windows")
     if metrics.get("stages_per_rank", 1) == 1:
-        metrics["where"] = bubble.rows_of(spans, workers, args.num_splits, windows)
+        metrics["where"] = measuring.rows_of(spans, workers, args.num_splits, windows)
     metrics = report.save_metrics(args, {
-        "arch": args.arch, "batch_size": args.batch_size, "image_size": args.image_size,
-        **({"backward": args.backward} if "backward" in args else {}), **metrics, "rows": rows},
-        backend)
+        "arch": args.arch, "batch_size": args.batch_size, "image_size": args.image_size, **metrics,
+        "rows": rows}, backend)
     print("\n".join(table(rows)))
-    if args.timeline and "where" in metrics:
-        best = rows.index(best_of(rows))
-        print("\n".join(bubble.table(metrics["where"][best], workers)))
     plot([metrics], args, name)
-    if args.timeline:
-        last = {row["num_split"]: of_split[-1] for row, of_split in zip(rows, windows, strict=True)}
-        shown = {f"num_split {n}: {last[n][1] - last[n][0]:.2f} s": last[n]
-                 for n in (1, best_of(rows)["num_split"])}
-        title = {language: text.format(arch=args.arch, name=name)
-                 for language, text in TIMELINE_TITLE.items()}
-        timeline_report.save(spans, args.output_dir, title, shown, report.machine(args))
     print(last_line(rows, metrics["losses"], args, name))
     return metrics
-
-
-def log_batch(role, batch, num_split, loss, seconds):
-    """Print a line for a batch; 0 is the warm-up."""
-    report.log(role, f"{f'batch {batch}' if batch else 'warm-up'}  splits {num_split}  "
-                     f"loss {loss:.4f}  {seconds:.2f} s")
 
 
 def require_sound(metrics, args, workers):
@@ -82,6 +125,26 @@ def require_sound(metrics, args, workers):
             number = forwards / metrics.get("stages_per_rank", 1)
             if number != num_split:
                 fail(f"{worker} had {number:g} micro-batches with --num_splits {num_split}")
+
+
+def shown_first(spans_by_role, args):
+    """The windows of a timeline: the last batch with 1 micro-batch, and the fastest number's.
+
+    Args:
+        spans_by_role: `{role: spans}`, with a step of each worker at the end of each batch.
+        args: the parsed flags.
+
+    Returns:
+        `{caption: (start, end)}`.
+    """
+    steps = [sorted(span["end"] for span in spans if span["kind"] == "step")
+             for spans in spans_by_role.values()]
+    ends = [max(of_batch) for of_batch in zip(*filter(None, steps), strict=True)]
+    of_batches = list(zip(ends, ends[1:], strict=False))[-len(args.num_splits) :]
+    windows = dict(zip(args.num_splits, of_batches, strict=True))
+    fastest = min(windows, key=lambda number: windows[number][1] - windows[number][0])
+    return {f"num_split {number}: {windows[number][1] - windows[number][0]:.2f} s": windows[number]
+            for number in (1, fastest)}
 
 
 def fail(sentence):

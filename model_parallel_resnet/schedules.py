@@ -18,8 +18,8 @@ the first two.
 
     python model_parallel_resnet/schedules.py --num_splits 1 2 4 8   seconds per batch for each
     python model_parallel_resnet/schedules.py --schedule 1f1b        in another order
-    python model_parallel_resnet/schedules.py --timeline             a timeline of every process
     python model_parallel_resnet/schedules.py --check                the same as in one process?
+    python -m common.tracing model_parallel_resnet/schedules.py      with a timeline
     torchrun --nproc_per_node 2 model_parallel_resnet/schedules.py   rank 1 has the loss, and prints
                                                   (with zero_bubble_v: rank 0)
 
@@ -32,11 +32,10 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import report, timeline
 from common.cli import Parser, given, refuse
-from common.launcher import launch
+from common.program import run_program
 from common.session import backend_for, device_for, group_options
-from torch import nn
+from torch import nn, optim
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -46,11 +45,10 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from model_parallel_resnet import measuring
+from model_parallel_resnet import results
 from model_parallel_resnet.data import get_batch, require_sizes
-from model_parallel_resnet.flags import add_flags
-from model_parallel_resnet.main import ARCHS, ResNetShard1, ResNetShard2
-from model_parallel_resnet.results import finish, log_batch
+from model_parallel_resnet.main import ARCHS, ResNetShard1, ResNetShard2, add_flags
+from model_parallel_resnet.results import Batches, gather_work, record_stages
 
 STAGES = ["stage0", "stage1"]
 LOOP, V = [[0, 2], [1, 3]], [[0, 3], [1, 2]]  # the stages of each rank, where the model is in four
@@ -60,77 +58,52 @@ SCHEDULES = {"gpipe": (ScheduleGPipe, [[0], [1]]), "1f1b": (Schedule1F1B, [[0], 
              "zero_bubble_v": (ScheduleZBVZeroBubble, V)}
 
 
-def role_name(rank, world_size):
-    """Each rank has a stage, or two."""
-    return STAGES[rank]
-
-
-def device_of_stage(args):
-    """A GPU if each stage has one of its own: gloo, which also shares one, sends from the CPU."""
+def device_of_stage(args) -> torch.device:
+    """Choose a GPU if each stage has one: gloo, which also shares one, sends from the CPU."""
     device = device_for(args.device)
     return torch.device("cpu") if backend_for(device) == "gloo" else device
 
 
-def layers_of(stage, num_stages, args, device):
-    """The layers of a stage, a half or a quarter of the model, from a tensor to a tensor."""
+def layers_of(stage: int, num_stages: int, args, device: torch.device) -> nn.Sequential:
+    """Make the layers of a stage, a half or a quarter of the model, from a tensor to a tensor."""
+    block, blocks = ARCHS[args.arch]
     if stage < num_stages // 2:
-        layers, cut = ResNetShard1(args, device).seq, 5  # before layer2
+        layers, cut = ResNetShard1(block, blocks[:2], device, 2 * args.seed + 1).seq, 5  # layer2
     else:
-        shard = ResNetShard2(args, device)
-        layers, cut = nn.Sequential(*shard.seq, nn.Flatten(), shard.fc), 1  # before layer4
+        shard = ResNetShard2(block, blocks[2:], args.num_classes, device, 2 * args.seed + 2)
+        layers, cut = nn.Sequential(*shard.seq, nn.Flatten(), shard.fc), 1  # layer4
     if num_stages == len(STAGES):
         return layers
     return layers[cut:] if stage % 2 else layers[:cut]
 
 
-class Numbered(nn.Module):
-    """A stage as a schedule calls it: with one micro-batch after the other, numbered from 0."""
-
-    def __init__(self, layers, device, stage):
-        super().__init__()
-        self.layers, self.device, self.stage, self.micro_batch = layers, device, stage, 0
-
-    def forward(self, x):
-        """A tensor to a tensor, both on the stage's device."""
-        # A new tensor for the same numbers: the schedule receives into the same one in every step,
-        # and what the timeline hangs on it would stay there.
-        x = x.view_as(x)
-        with measuring.span("forward", self.device, micro_batch=self.micro_batch, stage=self.stage):
-            out = self.layers(x)
-        measuring.record_backward(x, out, self.micro_batch, stage=self.stage)
-        self.micro_batch += 1
-        return out
-
-
 class Pipeline:
     """The stages of this rank: a schedule for each number of micro-batches, its own optimizer."""
 
-    def __init__(self, rank, args):
+    def __init__(self, rank: int, args):
         self.args = args
         self.schedule_class, places = SCHEDULES[args.schedule]
         self.num_stages, self.stages = sum(map(len, places)), places[rank]
         self.has_loss = self.num_stages - 1 in self.stages
         self.device = device_of_stage(args)
-        self.models = nn.ModuleList(
-            Numbered(layers_of(stage, self.num_stages, args, self.device), self.device, stage)
-            for stage in self.stages)
-        self.opt = measuring.SGD(self.models.parameters(), lr=args.lr)
+        self.models = nn.ModuleList(layers_of(stage, self.num_stages, args, self.device)
+                                    for stage in self.stages)
+        self.opt = optim.SGD(self.models.parameters(), lr=args.lr)
         self.inputs, self.labels = (tensor.to(self.device) for tensor in get_batch(args))
         self.schedules = {number: self.make_schedule(number) for number in args.num_splits}
 
-    def make_schedule(self, num_split):
+    def make_schedule(self, num_split: int):
         """Give the stages the shapes of a micro-batch: else they would find them with a forward.
 
         That one would compute with uninitialised memory, and leave it in BatchNorm's statistics.
         """
         shapes = [self.inputs[: self.args.batch_size // num_split].to("meta")]
         for stage in range(self.num_stages):  # no numbers, only shapes
-            layers = layers_of(stage, self.num_stages, self.args, "meta")
+            layers = layers_of(stage, self.num_stages, self.args, torch.device("meta"))
             shapes.append(layers(shapes[-1]).detach().requires_grad_())
-        stages = [PipelineStage(model, model.stage, self.num_stages, self.device,
-                                *shapes[model.stage : model.stage + 2]) for model in self.models]
-        for stage in stages:
-            measuring.record_weight_gradients(stage)
+        stages = [PipelineStage(model, stage, self.num_stages, self.device,
+                                *shapes[stage : stage + 2])
+                  for model, stage in zip(self.models, self.stages, strict=True)]
         # A mean over each micro-batch; the schedule divides the sum of the gradients by num_split.
         options = {"n_microbatches": num_split, "loss_fn": nn.MSELoss()}
         if len(stages) > 1:
@@ -139,12 +112,10 @@ class Pipeline:
         few = num_split < self.num_stages
         return (ScheduleGPipe if few else self.schedule_class)(stages[0], **options)
 
-    def train_step(self, num_split):
-        """Forward, backward, and the step of this rank's own parameters; the loss where it is."""
+    def train_step(self, num_split: int) -> float | None:
+        """Go forward, back, and step this rank's own parameters; the loss where it is."""
         self.opt.zero_grad()
         losses = []
-        for model in self.models:
-            model.micro_batch = 0
         images = [self.inputs] if 0 in self.stages else []
         targets = {"target": self.labels, "losses": losses} if self.has_loss else {}
         self.schedules[num_split].step(*images, **targets)
@@ -152,13 +123,18 @@ class Pipeline:
         return sum(loss.item() for loss in losses) / num_split if losses else None
 
 
-def run_worker(rank, world_size, args):
-    """Both ranks run all numbers of micro-batches in turns; the one with the loss has metrics."""
-    measuring.start(role_name(rank, world_size))
+def role_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank: each has a stage, or two."""
+    return STAGES[rank]
+
+
+def run_worker(rank: int, world_size: int, args) -> dict | None:
+    """Train with all numbers of micro-batches in turns; the rank with the loss has the metrics."""
+    record_stages(role_name(rank, world_size), PipelineStage)  # the table's idle times
     dist.init_process_group(**group_options(args, device_of_stage(args)), rank=rank,
                             world_size=world_size)
     pipeline = Pipeline(rank, args)
-    losses, windows = [], {num_split: [] for num_split in args.num_splits}
+    batches = Batches(STAGES[rank], args, show=pipeline.has_loss)
     for batch in range(args.num_batches + 1):
         for num_split in args.num_splits:
             dist.barrier()  # both are ready
@@ -166,30 +142,16 @@ def run_worker(rank, world_size, args):
             dist.barrier()  # and neither begins before both have read the clock
             loss = pipeline.train_step(num_split)
             dist.barrier()  # both have made their step
-            windows[num_split].append((started, time.time()))
             if pipeline.has_loss:
-                losses.append(report.require_finite(loss, f"at step {len(losses) + 1}"))
-                log_batch(STAGES[rank], batch, num_split, loss, time.time() - started)
-    recorded = [None] * world_size
-    dist.all_gather_object(recorded, timeline.recorded())
-    backend = dist.get_backend()
+                batches.add(batch, num_split, started, loss)
+    metrics = batches.metrics(gather_work())
+    metrics |= {"schedule": args.schedule, "stages_per_rank": len(pipeline.stages),
+                "backend": dist.get_backend()}
     dist.destroy_process_group()
-    if not pipeline.has_loss:
-        return None
-    return {"losses": losses, "windows": [times[1:] for times in windows.values()],
-            "spans": recorded[0] | recorded[1], "schedule": args.schedule,
-            "stages_per_rank": len(pipeline.stages), "backend": backend}
+    return metrics if pipeline.has_loss else None
 
 
-def build_parser():
-    """Those of main.py, and the schedule."""
-    parser = add_flags(Parser("model_parallel_resnet/schedules", __doc__, world_size=2), ARCHS)
-    parser.add_argument("--schedule", choices=SCHEDULES, default="gpipe",
-                        help="the order of a stage's work")
-    return parser
-
-
-def require_stages(args):
+def require_stages(args) -> None:
     """Refuse micro-batches of several shapes, and fewer GPUs than stages."""
     for num_split in args.num_splits:
         if args.batch_size % num_split:
@@ -201,21 +163,27 @@ def require_stages(args):
                "needs its own", rank=None)
 
 
-def main(argv=None):
-    """Run the experiment or `--check`; the metrics in the process that reports, None elsewhere."""
+def finish(metrics: dict, args) -> dict:
+    """Print, write and draw as main.py does."""
+    if metrics["backend"] == "gloo":
+        args.device = "cpu"  # where the stages were: see `device_of_stage`
+    return results.finish(metrics, args, args.schedule, STAGES, metrics["backend"])
+
+
+def build_parser() -> Parser:
+    """Make the parser: the flags of main.py, and the schedule."""
+    parser = add_flags(Parser("model_parallel_resnet/schedules", __doc__, world_size=2))
+    parser.add_argument("--schedule", choices=SCHEDULES, default="gpipe",
+                        help="the order of a stage's work")
+    return parser
+
+
+def main(argv=None) -> dict | None:
+    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     require_sizes(args, [["batch", "first half"], ["batch", "second half"]])
     require_stages(args)
-    if args.check:
-        from model_parallel_resnet.schedules_check import check
-
-        return check(args)
-    metrics = launch(run_worker, args, role_name)
-    if metrics is None:
-        return None
-    if metrics["backend"] == "gloo":
-        args.device = "cpu"  # where the stages were: see `device_of_stage`
-    return finish(metrics, args, args.schedule, STAGES, metrics["backend"])
+    return run_program(run_worker, args, role_name, finish)
 
 
 if __name__ == "__main__":

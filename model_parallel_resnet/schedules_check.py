@@ -28,11 +28,11 @@ PLACES = {"gpipe": [[0], [1]], "1f1b": [[0], [1]], "interleaved": [[0, 2], [1, 3
           "zero_bubble": [[0, 2], [1, 3]], "zero_bubble_v": [[0, 3], [1, 2]]}
 
 
-def check(args):
-    """Run both programs; the differences in the process that reports, None elsewhere."""
+def check(program, args):
+    """Run schedules.py, and one process; the differences where it reports, None elsewhere."""
     args.num_splits = args.num_splits[: oracle.MOST_ROWS]
     oracle.smaller(args, batch_size=3 * math.lcm(*args.num_splits))
-    return verdict(launch(record, args, lesson.role_name))
+    return verdict(launch(record, args, program.role_name))
 
 
 def record(rank, world_size, args):
@@ -66,8 +66,16 @@ class Recorder(StepByStep):
         super().__init__([f"{lesson.STAGES[rank]} part {stage}" for stage in stages], alone)
         self.role, self.stages, self.last = lesson.STAGES[rank], stages, len(layers) - 1
         self.layers = [name for stage in stages for name in layers[stage]]
-        self.models = {stage: torch.nn.Module() for stage in stages}
+        self.models = {stage: torch.nn.Module() for stage in stages}  # until they are made
         register_optimizer_step_post_hook(lambda *_: self.after_step())
+        recorder = self
+
+        class Recorded(lesson.PipelineStage):
+            def __init__(self, model, stage, *others):
+                super().__init__(model, stage, *others)
+                recorder.models[stage] = model
+
+        lesson.PipelineStage = Recorded
         leave, barrier = dist.destroy_process_group, dist.barrier
 
         def gather_first():
@@ -83,16 +91,15 @@ class Recorder(StepByStep):
 
     def before(self, module, inputs):
         """A micro-batch comes to this stage."""
-        if isinstance(module, lesson.Numbered):
+        if module in self.models.values():
             self.now.setdefault("started", time.time())
 
     def after(self, module, inputs, output):
         """The stage is done with a micro-batch, or its loss is there."""
         pieces = {}
-        if isinstance(module, lesson.Numbered):
-            self.models[module.stage] = module
-            pieces = {"images": inputs[0]} if module.stage == 0 else {}
-            pieces |= {"outputs": output} if module.stage == self.last else {}
+        if module in self.models.values():
+            pieces = {"images": inputs[0]} if module is self.models.get(0) else {}
+            pieces |= {"outputs": output} if module is self.models.get(self.last) else {}
         elif isinstance(module, torch.nn.MSELoss):
             pieces = {"targets": inputs[1]}
         for name, tensor in pieces.items():

@@ -26,18 +26,20 @@ Last line, about:
     ResNet50 on one device (cpu): model parallel takes -4% time (tutorial +7%), pipelined -23% ...
 """
 
+import argparse
 import copy
 import random
+import re
 import sys
 import time
 
 import torch
-from common import report
-from common.cli import Parser, bounded
+from common import program, report
+from common.cli import Parser, bounded, refuse, require_memory, shortened
+from common.launcher.environment import reproducible
 from common.vision import import_torchvision
 from torch import nn, optim
 
-from model_parallel_resnet.single_machine_flags import device, settle
 from model_parallel_resnet.single_machine_results import ROLE, finish, what_it_shows
 
 NUM_CLASSES = 1000
@@ -47,7 +49,7 @@ SPLIT_SIZES = [1, 3, 5, 8, 10, 12, 20, 40, 60]
 class ToyModel(nn.Module):
     """Two layers on two devices: all that changes is where the tensors are."""
 
-    def __init__(self, devices):
+    def __init__(self, devices: list[torch.device]):
         super().__init__()
         # Tutorial: "cuda:0" and "cuda:1" in all classes, which do not start on fewer GPUs.
         self.dev0, self.dev1 = devices
@@ -55,14 +57,14 @@ class ToyModel(nn.Module):
         self.relu = torch.nn.ReLU()
         self.net2 = torch.nn.Linear(10, 5).to(self.dev1)
 
-    def forward(self, x):
-        """(samples, 10) on any device to (samples, 5) on the second one."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Turn (samples, 10) on any device into (samples, 5) on the second one."""
         x = self.relu(self.net1(x.to(self.dev0)))
         return self.net2(x.to(self.dev1))
 
 
-def train_toy(args):
-    """One step of `ToyModel`; the loss before and after it."""
+def train_toy(args) -> tuple[float, float]:
+    """Make one step of `ToyModel`; the loss before and after it."""
     torch.manual_seed(args.seed)
     model = ToyModel(args.devices)
     loss_fn = nn.MSELoss()
@@ -85,7 +87,7 @@ class ModelParallelResNet50(nn.Module):
     """
 
     # Tutorial: a subclass of torchvision's ResNet, whose layers then have two names each.
-    def __init__(self, resnet, devices):
+    def __init__(self, resnet: nn.Module, devices: list[torch.device]):
         super().__init__()
         self.dev0, self.dev1 = devices
         self.seq1 = nn.Sequential(
@@ -101,13 +103,14 @@ class ModelParallelResNet50(nn.Module):
             resnet.avgpool).to(self.dev1)
         self.fc = resnet.fc.to(self.dev1)
 
-    def forward(self, x):
-        """Images (samples, 3, height, width) to (samples, classes) on the second device."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Turn images (samples, 3, height, width) into (samples, classes) on the second device."""
         x = self.seq2(self.seq1(x.to(self.dev0)).to(self.dev1))
         return self.fc(x.flatten(1))
 
 
-def train(model, inputs, labels, args):
+def train(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
+          args) -> list[torch.Tensor]:
     """Train for `--num_batches` steps on one batch; the loss before each, still on its device.
 
     Args:
@@ -130,15 +133,16 @@ def train(model, inputs, labels, args):
     return losses
 
 
-def synchronize(devices):
+def synchronize(devices: list[torch.device]) -> None:
     """Wait until the devices have done what they were given to do."""
     for of_half in devices:
         if of_half.type == "cuda":
             torch.cuda.synchronize(of_half)
 
 
-def time_training(model, inputs, labels, args):
-    """What `timeit` does in the tutorial: the seconds that `train` takes; and its losses."""
+def time_training(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
+                  args) -> tuple[float, list[float]]:
+    """Time `train`, as `timeit` does in the tutorial; its seconds, and its losses."""
     synchronize(args.devices)
     start = time.perf_counter()
     losses = train(model, inputs, labels, args)
@@ -156,12 +160,12 @@ class PipelineParallelResNet50(ModelParallelResNet50):
         split_size: samples in each; the last one may have fewer. It is not their number.
     """
 
-    def __init__(self, resnet, devices, split_size=20):
+    def __init__(self, resnet: nn.Module, devices: list[torch.device], split_size: int = 20):
         super().__init__(resnet, devices)
         self.split_size = split_size
 
-    def forward(self, x):
-        """Images (samples, 3, height, width) to (samples, classes) on the second device."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Turn images (samples, 3, height, width) into (samples, classes) on the second device."""
         splits = iter(x.to(self.dev0).split(self.split_size, dim=0))
         s_next = next(splits)
         s_prev = self.seq1(s_next).to(self.dev1)
@@ -177,8 +181,8 @@ class PipelineParallelResNet50(ModelParallelResNet50):
         return torch.cat(ret)
 
 
-def resnet50_and_batch(args):
-    """An unsplit ResNet50 on the first device; images and one-hot targets in main memory."""
+def resnet50_and_batch(args) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Make an unsplit ResNet50 on the first device; images and one-hot targets in main memory."""
     torch.manual_seed(args.seed)
     models = import_torchvision().models
     resnet = models.resnet50(num_classes=NUM_CLASSES).to(args.devices[0])
@@ -188,7 +192,7 @@ def resnet50_and_batch(args):
     return resnet, inputs, labels
 
 
-def measure(args):
+def measure(args) -> list[dict]:
     """Time all models in turns.
 
     Returns:
@@ -220,8 +224,71 @@ def measure(args):
     return rows
 
 
-def build_parser():
-    """The flags of this example."""
+def device(text: str) -> torch.device:
+    """Convert a flag's text, as an argparse type."""
+    if not re.fullmatch("cpu|cuda:(0|[1-9][0-9]?)", text):
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)!r} is not accepted; give cpu or cuda:N")
+    return torch.device(text)
+
+
+def choose_devices(args) -> list[torch.device]:
+    """Choose the devices of both halves.
+
+    Raises:
+        SystemExit: 2 after one line, if they are not here, or cannot be compared with a single one.
+    """
+    gpus = torch.cuda.device_count()
+    if args.devices is None:
+        on_cpu = args.device == "cpu" or gpus == 0
+        names = ["cpu", "cpu"] if on_cpu else ["cuda:0", f"cuda:{min(gpus, 2) - 1}"]
+        return [torch.device(name) for name in names]
+    given = " ".join(map(str, args.devices))
+    if args.device != "auto":
+        refuse(f"--device {args.device} cannot be given with --devices {given}: one is enough")
+    if any(of_half.type == "cuda" and of_half.index >= gpus for of_half in args.devices):
+        refuse(f"--devices {given} must be " + (
+            f"of cuda:0 to cuda:{gpus - 1}, or cpu" if gpus else "cpu cpu: torch sees no GPU here"))
+    if args.devices[0].type != args.devices[1].type:
+        refuse(f"--devices {given} must be two GPUs, or one device twice: a CPU and a GPU differ")
+    return args.devices
+
+
+def settle(args) -> list[int]:
+    """Refuse what cannot be, and fill in what was left to us.
+
+    `args.devices` and `args.split_size` are set afterwards, and `args.measured_sizes`: all split
+    sizes, in order.
+
+    Args:
+        args: the parsed flags.
+
+    Returns:
+        The split sizes that are left out, as they are larger than the batch.
+    """
+    reproducible(args)
+    args.devices = choose_devices(args)
+    too_large = [size for size in args.split_sizes or SPLIT_SIZES if size > args.batch_size]
+    accepted = f"must be at most --batch_size {args.batch_size}: it is the samples of a micro-batch"
+    if args.split_sizes and too_large:
+        refuse(f"--split_sizes {too_large[0]} {accepted}")
+    if args.split_size is None:
+        args.split_size = min(20, (args.batch_size + 1) // 2)
+    if args.split_size > args.batch_size:
+        refuse(f"--split_size {args.split_size} {accepted}")
+    # Images and one-hot targets, which were integers; on a CPU also what the first layer and its
+    # BatchNorm make of an image, each 64 channels of half the height and width.
+    of_image = 3 * (args.image_size**2 + NUM_CLASSES)
+    if args.devices[0].type == "cpu":
+        of_image += 2 * 64 * (args.image_size // 2) ** 2
+    require_memory(args, ["batch_size", "image_size"], 4 * args.batch_size * of_image)
+    asked_for = {args.split_size, *(args.split_sizes or SPLIT_SIZES)}
+    args.measured_sizes = sorted(asked_for - set(too_large))
+    return too_large
+
+
+def build_parser() -> Parser:
+    """Make the parser of this example."""
     parser = Parser("model_parallel_resnet/single_machine", __doc__, distributed=False)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--devices", type=device, nargs=2, metavar="D",
@@ -242,16 +309,14 @@ def build_parser():
     return parser
 
 
-def main(argv=None):
+def main(argv=None) -> dict:
     """Measure and draw, or `--check`; the metrics or the differences."""
     started = time.perf_counter()
     args = build_parser().parse_args(argv)
-    left_out = settle(args, SPLIT_SIZES, NUM_CLASSES)
+    left_out = settle(args)
     report.log(ROLE, what_it_shows(args.devices))
     if args.check:
-        from model_parallel_resnet.single_machine_check import check
-
-        return check(args)
+        return program.check(measure, args)
     try:
         toy_losses = train_toy(args)
         rows = measure(args)

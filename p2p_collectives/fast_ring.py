@@ -1,4 +1,4 @@
-"""A ring all-reduce that keeps up with the library's: the rung beyond `ring_chunked`."""
+"""A ring all-reduce that keeps up with the library's: a variant of `ring_chunked`."""
 
 import itertools
 import os

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import Parser, refuse, require_writable_file
-from common.launcher import launch
+from common.program import run_program
 
 EXAMPLE = "p2p_collectives/init_methods"
 
@@ -147,12 +147,7 @@ def main(argv=None):
     else:
         args.master_addr = "127.0.0.1"
         args.master_ports = {method: free_port() for method in METHODS}
-    if args.check:
-        from p2p_collectives.init_methods_check import check
-
-        return check(args)
-    metrics = launch(run_worker, args, role_name)
-    return metrics and finish(metrics, args)
+    return run_program(run_worker, args, role_name, finish)
 
 
 def finish(metrics, args):

@@ -52,9 +52,9 @@ def record(rank, world_size, args):
     return compare(metrics, everyone, args) if rank == 0 else None
 
 
-def check(args):
+def check(program, args):
     """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
-    return verdict(launch(record, args, lesson.role_name))
+    return verdict(launch(record, args, program.role_name))
 
 
 def compare(metrics, everyone, args):

@@ -22,19 +22,21 @@ Last line:
 
 import os
 import time
+from argparse import Namespace
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from common.cli import Parser
-from common.launcher import launch
+from common.program import run_program
 from common.session import backend_for, device_for, group_options
 
 from p2p_collectives import results
 
 
-def role_name(rank, world_size):
-    """All ranks are alike."""
+def role_name(rank: int, world_size: int) -> str:
+    """Name a rank; all are alike."""
     return f"rank{rank}"
 
 
@@ -47,8 +49,8 @@ class Outcome(NamedTuple):
     after: torch.Tensor | None = None
 
 
-def run_blocking(rank, size, device):
-    """`send` returns when the tensor may be changed again, `recv` when it is there."""
+def run_blocking(rank: int, size: int, device: torch.device) -> Iterator[Outcome]:
+    """Block: `send` returns when the tensor may be changed again, `recv` when it is there."""
     tensor = torch.zeros(1, device=device)
     before = tensor.clone()
     # Tutorial: all ranks but 0 receive from rank 0, which sends to rank 1 only: rank 2 would wait.
@@ -60,8 +62,8 @@ def run_blocking(rank, size, device):
     yield Outcome("send, recv", "from rank to rank, each adds one", before, tensor)
 
 
-def run_nonblocking(rank, size, device):
-    """`isend` and `irecv` return at once: the tensors are not ours until `wait()` has returned."""
+def run_nonblocking(rank: int, size: int, device: torch.device) -> Iterator[Outcome]:
+    """Return at once, as `isend` and `irecv` do: until `wait()`, the tensors are not ours."""
     tensor = torch.zeros(1, device=device)
     before = tensor.clone()
     req = None
@@ -88,8 +90,8 @@ def run_nonblocking(rank, size, device):
     yield Outcome("batch_isend_irecv", "everyone sends its rank to the right", before, incoming)
 
 
-def run_all_reduce(rank, size, device):
-    """The sum over the ranks of a group."""
+def run_all_reduce(rank: int, size: int, device: torch.device) -> Iterator[Outcome]:
+    """Sum over the ranks of a group."""
     # Every rank must make every group, also those that it is not in: that is a collective of all.
     group = dist.new_group([0, 1])
     tensor = torch.ones(1, device=device)
@@ -99,8 +101,8 @@ def run_all_reduce(rank, size, device):
     yield Outcome("all_reduce in [0, 1]", "the others take no part", before, tensor)
 
 
-def run_collectives(rank, size, device):
-    """What all ranks do together: every rank must make the same calls in the same order."""
+def run_collectives(rank: int, size: int, device: torch.device) -> Iterator[Outcome]:
+    """Communicate all together: every rank must make the same calls in the same order."""
     ranks = range(size)
 
     def mine(*numbers):
@@ -133,28 +135,31 @@ def run_collectives(rank, size, device):
                               ("AVG", rank + 1, "(N+1)/2")):
         tensor = mine(start)
         before = tensor.clone()
-        gap = refused(dist.all_reduce, tensor, op=getattr(dist.ReduceOp, name))
-        yield gap or Outcome(f"all_reduce {name}", f"to all: {says}", before, tensor)
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, name))
+        yield Outcome(f"all_reduce {name}", f"to all: {says}", before, tensor)
 
     pieces = [mine(0) for _ in ranks]
     dist.all_gather(pieces, mine(10 * rank))
     yield Outcome("all_gather", "a piece of each to all", mine(10 * rank), torch.cat(pieces))
 
     piece, pieces = mine(0), [mine(10 * r + rank) for r in ranks]
-    gap = refused(dist.reduce_scatter, piece, pieces, op=dist.ReduceOp.SUM)
+    dist.reduce_scatter(piece, pieces, op=dist.ReduceOp.SUM)
     says = "the sum of all lists, a piece to each: 10rN + N(N-1)/2"
-    yield gap or Outcome("reduce_scatter SUM", says, torch.cat(pieces), piece)
+    yield Outcome("reduce_scatter SUM", says, torch.cat(pieces), piece)
 
     outgoing, incoming = [mine(10 * rank + r) for r in ranks], [mine(0) for _ in ranks]
-    gap = refused(dist.all_to_all, incoming, outgoing)
+    dist.all_to_all(incoming, outgoing)
     says = "piece r of everyone to rank r: a transposition"
-    yield gap or Outcome("all_to_all", says, torch.cat(outgoing), torch.cat(incoming))
+    yield Outcome("all_to_all", says, torch.cat(outgoing), torch.cat(incoming))
 
+
+def run_barrier(rank: int, size: int, device: torch.device) -> Iterator[Outcome]:
+    """Return from `barrier` only when all have come to it; shown on the clock of the machine."""
     time.sleep(0.02 * rank)  # the ranks come one after the other
     came = torch.tensor([time.monotonic()], dtype=torch.float64, device=device)
     dist.barrier()
     left = time.monotonic()
-    times = [torch.zeros_like(came) for _ in ranks]
+    times = [torch.zeros_like(came) for _ in range(size)]
     dist.all_gather(times, came)
     before, after = (torch.tensor([sum(t.item() <= now for t in times)])
                      for now in (came.item(), left))
@@ -165,20 +170,8 @@ def run_collectives(rank, size, device):
         yield Outcome("barrier", "nothing to show: the clocks of several machines differ by more")
 
 
-def refused(collective, *tensors, **options):
-    """Make the call; if the backend does not have it, the outcome that says so, on all ranks."""
-    try:
-        collective(*tensors, **options)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        if "support" not in str(error):
-            raise
-        why = str(error).splitlines()[0]
-        return Outcome(collective.__name__, f"not in {dist.get_backend()}: {why}")
-    return None
-
-
-def run_groups(rank, size, device):
-    """Two groups at the same time."""
+def run_groups(rank: int, size: int, device: torch.device) -> Iterator[Outcome]:
+    """Use two groups at the same time."""
     evens, odds = dist.new_group(range(0, size, 2)), dist.new_group(range(1, size, 2))
     group = evens if rank % 2 == 0 else odds
     tensor = torch.full((1,), float(rank), device=device)
@@ -193,10 +186,10 @@ def run_groups(rank, size, device):
 
 
 DEMOS = {"blocking": run_blocking, "nonblocking": run_nonblocking, "all_reduce": run_all_reduce,
-         "collectives": run_collectives, "groups": run_groups}
+         "collectives": run_collectives, "barrier": run_barrier, "groups": run_groups}
 
 
-def run_worker(rank, world_size, args):
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the demos; rank 0 collects everyone's outcomes and returns them."""
     device = device_for(args.device)
     if backend_for(device) == "gloo":
@@ -214,27 +207,22 @@ def run_worker(rank, world_size, args):
     return {"operations": operations, "backend": backend} if rank == 0 else None
 
 
-def numbers(tensor):
-    """As a list, which JSON can hold; None stays None."""
+def numbers(tensor: torch.Tensor | None) -> list[float] | None:
+    """Make a list of a tensor, which JSON can hold; None stays None."""
     return None if tensor is None else tensor.double().flatten().tolist()
 
 
-def build_parser():
-    """The flags of this example."""
+def build_parser() -> Parser:
+    """Make the parser of the flags of this example."""
     parser = Parser("p2p_collectives", __doc__, world_size=4, min_world_size=2)
     parser.add_argument("--demo", choices=[*DEMOS, "all"], default="all", help="which operations")
     return parser
 
 
-def main(argv=None):
-    """Run the demos, or `--check`; the metrics or the differences in the process that reports."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Run the demos, or `--check`; metrics or differences in the process that reports, or None."""
     args = build_parser().parse_args(argv)
-    if args.check:
-        from p2p_collectives.check import check
-
-        return check(args)
-    metrics = launch(run_worker, args, role_name)
-    return metrics and results.finish(metrics, args)
+    return run_program(run_worker, args, role_name, results.finish)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from common import report
 
+from p2p_collectives.check import single_process  # what each operation should give
+
 COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter",
                "all_to_all", "barrier", "new_group"]
 # What a timeline shows (common/tracing.py).
@@ -19,8 +21,6 @@ def finish(metrics, args):
     Raises:
         SystemExit: 1 if a rank holds what it should not.
     """
-    from p2p_collectives.check import single_process  # what each operation should give
-
     expected = single_process(args.world_size)
     for operation in metrics["operations"]:
         known = expected.get(operation["operation"], [[None, None]] * args.world_size)

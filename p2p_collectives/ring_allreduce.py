@@ -1,7 +1,7 @@
 r"""The tutorial's ring all-reduce, and what it takes to be as fast as the library's (tutorial 6_4).
 
 Every rank has a tensor, and all of them want the sum. In a ring each rank only sends to its right
-neighbour and only receives from its left one. Three rungs lead from the tutorial's ring to one that
+neighbour and only receives from its left one. Three ways lead from the tutorial's ring to one that
 keeps up with `dist.all_reduce`:
 
     allreduce        the whole tensor of S bytes goes round: (N-1) S sent by every rank
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import Parser, bounded, ranks_here, refuse, require_memory
-from common.launcher import launch
+from common.program import run_program
 from common.session import group_options
 
 from p2p_collectives import ring_allreduce_results as results
@@ -118,12 +118,12 @@ def contribution(rank, n, dtype):
 def measure(rank, world_size, args):
     """Time all algorithms in turns, A B C D A B C D, so that a noisy machine cannot favour one."""
     rows, dtype = [], DTYPES[args.dtype]
-    rungs = algorithms(dtype)
+    ways = algorithms(dtype)
     for n_bytes in args.sizes:
         mine = contribution(rank, n_bytes // dtype.itemsize, dtype)
-        tensor, seconds = torch.empty_like(mine), {name: [] for name in rungs}
+        tensor, seconds = torch.empty_like(mine), {name: [] for name in ways}
         for repeat in range(args.repeats + 1):
-            for name, all_reduce in rungs.items():
+            for name, all_reduce in ways.items():
                 tensor.copy_(mine)
                 dist.barrier()  # or the first to come would count its wait for the last
                 started = time.perf_counter()
@@ -169,15 +169,11 @@ def main(argv=None):
     if args.device == "cuda":
         refuse("--device cuda must be cpu or auto: gloo sends and receives main memory only, and "
                "on GPUs NCCL has rings of its own")
-    if args.check:
-        from p2p_collectives.ring_allreduce_check import check
-
-        return check(args)
     # On each rank: whole numbers of 8 bytes, three tensors, and the three copies of ring_naive.
     of_rank = max(args.sizes) * (8 // DTYPES[args.dtype].itemsize + 6)
-    require_memory(args, ["sizes"], len(ranks_here(args)) * of_rank)
-    metrics = launch(run_worker, args, role_name)
-    return metrics and results.finish(metrics, args)
+    if not args.check:  # which has sizes of its own
+        require_memory(args, ["sizes"], len(ranks_here(args)) * of_rank)
+    return run_program(run_worker, args, role_name, results.finish)
 
 
 if __name__ == "__main__":

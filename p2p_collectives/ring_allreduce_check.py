@@ -58,7 +58,7 @@ def messages_of(name, rank, world_size, n_bytes, itemsize):
 def record(rank, world_size, args):
     """Run the lesson with a recorder, once for each type; rank 0 returns the findings."""
     calls, rows, everyone = [], {}, [None] * world_size
-    honest_measure, honest_algorithms = lesson.measure, lesson.algorithms
+    original_measure, original_algorithms = lesson.measure, lesson.algorithms
     with recorded() as messages:
 
         def recording(name, all_reduce, counts):
@@ -77,14 +77,14 @@ def record(rank, world_size, args):
             return summed
 
         def algorithms(dtype):
-            rungs, counts = honest_algorithms(dtype), {}
-            rungs["RingAllReduce_short"] = RingAllReduce(dtype, segment_bytes=256)
-            return {name: recording(name, ring, counts) for name, ring in rungs.items()}
+            ways, counts = original_algorithms(dtype), {}
+            ways["RingAllReduce_short"] = RingAllReduce(dtype, segment_bytes=256)
+            return {name: recording(name, ring, counts) for name, ring in ways.items()}
 
         def measure_all(rank, world_size, args):
             for dtype in DTYPES:
                 flags = Namespace(**{**vars(args), "dtype": dtype})
-                rows[dtype] = honest_measure(rank, world_size, flags)
+                rows[dtype] = original_measure(rank, world_size, flags)
             dist.all_gather_object(everyone, [calls, messages.not_waited_for()])
             return rows
 
@@ -97,12 +97,12 @@ def record(rank, world_size, args):
     return compare(rows, everyone, args) if rank == 0 else None
 
 
-def check(args):
+def check(program, args):
     """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
     n = args.world_size
     args.sizes = [8 * count for count in (0, 1, n - 1, n, n + 1, 1000)]  # in bytes
     args.repeats = REPEATS
-    return verdict(launch(record, args, lesson.role_name))
+    return verdict(launch(record, args, program.role_name))
 
 
 def compare(rows, everyone, args):

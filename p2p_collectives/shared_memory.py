@@ -13,7 +13,7 @@ left of the communication is to wait for each other, twice.
              rank 0    rank 1    rank 2    rank 3
 
 Several machines: reduce-scatter inside of each, rings between them, all-gather inside of each
-(hierarchical.py).
+(`HierarchicalAllReduce`).
 
     python p2p_collectives/shared_memory.py --world_size 4          gloo, rings, shared memory
     python p2p_collectives/shared_memory.py --ranks_per_machine 2   as if on two machines
@@ -32,12 +32,13 @@ import time
 import torch
 import torch.distributed as dist
 from common.cli import Parser, bounded, ranks_here, refuse, require_memory
-from common.launcher import launch
+from common.program import run_program
 from common.session import group_options
 
 from p2p_collectives import shared_memory_results as results
-from p2p_collectives.collectives import HIERARCHICAL, SHARED, collectives
+from p2p_collectives.fast_ring import RingAllReduce, group_with_small_buffers
 from p2p_collectives.ring_allreduce import DTYPES, contribution
+from p2p_collectives.shared_memory_results import COPIED, HIERARCHICAL, SHARED
 
 EXAMPLE = "p2p_collectives/shared_memory"
 BLOCK_SIZE = 2**16  # elements of a slice that are added up at a time: a core's cache holds them
@@ -152,6 +153,92 @@ class SharedMemory:
             flat.copy_(mine)
 
 
+class HierarchicalAllReduce:
+    """Call it to sum a contiguous tensor in place over all ranks of all machines.
+
+    Of M machines with n ranks each, n rings of M ranks carry a slice each. So a machine sends
+    2 (M-1)/M tensors; in one ring of all ranks it would be 2 (Mn-1)/(Mn), in 2(Mn-1) messages
+    one after the other instead of 2(M-1).
+
+    machine 0   rank 0 [slice 0 | slice 1]      1. reduce-scatter inside: rank 0 and 2 have the sums
+                rank 1 [slice 0 | slice 1]         of slice 0 of their machines, 1 and 3 of slice 1
+                   ring |          | ring       2. rings of rank 0 and 2, of rank 1 and 3
+    machine 1   rank 2 [slice 0 | slice 1]      3. all-gather inside
+                rank 3 [slice 0 | slice 1]
+
+    Args:
+        shared: the `SharedMemory` of this machine's ranks, as many on each machine.
+        dtype: of the tensors to come.
+    """
+
+    def __init__(self, shared, dtype):
+        self.shared = shared
+        peers = range(shared.place, dist.get_world_size(), shared.size)  # one of each machine
+        self.ring = RingAllReduce(dtype, ranks=peers)
+
+    def __call__(self, tensor):
+        """Bitwise identical on all ranks, as each slice is summed once."""
+        self.shared.reduce_scatter(tensor)
+        self.ring(tensor.view(-1).tensor_split(self.shared.size)[self.shared.place])
+        self.shared.all_gather(tensor)
+
+
+def ring_reduce_scatter(tensor):
+    """Slice r of a contiguous tensor becomes the sum over all ranks, on rank r.
+
+    It is the first round of `ring_chunked`, begun one slice later.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    left, right = (rank - 1) % size, (rank + 1) % size
+    slices = tensor.view(-1).tensor_split(size)
+    # A negative index counts from the end, as a ring does.
+    for step in range(1, size):
+        send_req = dist.isend(slices[rank - step], right)
+        received = torch.empty_like(slices[rank - step - 1])
+        dist.recv(received, left)
+        slices[rank - step - 1].add_(received)
+        send_req.wait()
+
+
+def ring_all_gather(tensor):
+    """Slice r of a contiguous tensor becomes that of rank r, on all ranks: the second round."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    left, right = (rank - 1) % size, (rank + 1) % size
+    slices = tensor.view(-1).tensor_split(size)
+    for step in range(size - 1):
+        send_req = dist.isend(slices[rank - step], right)
+        dist.recv(slices[rank - step - 1], left)
+        send_req.wait()
+
+
+def collectives(rank, world_size, shared, dtype):
+    """What is measured: `{collective: {way: function}}`, each in place; the library's first.
+
+    `reduce_scatter` leaves the sum in slice r of rank r, `all_gather` begins with that.
+    """
+    def mine(tensor):
+        return tensor.tensor_split(world_size)[rank]
+
+    # Since torch 2.13 they have new names.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    ways = {
+        "all_reduce": {"gloo": dist.all_reduce,
+                       "ring": RingAllReduce(dtype, group_with_small_buffers())},
+        # gloo sums everything on every rank, and keeps a slice.
+        "reduce_scatter": {"gloo": lambda tensor: reduce_scatter(mine(tensor), tensor),
+                           "ring": ring_reduce_scatter},
+        "all_gather": {"gloo": lambda tensor: all_gather(tensor, mine(tensor)),
+                       "ring": ring_all_gather},
+    }
+    if shared.size == world_size:  # one machine
+        for name, of_collective in ways.items():
+            of_collective[SHARED] = of_collective[COPIED] = getattr(shared, name)
+    else:
+        ways["all_reduce"][HIERARCHICAL] = HierarchicalAllReduce(shared, dtype)
+    return ways
+
+
 def measure(rank, world_size, args):
     """Time all ways of each collective in turns, A B C A B C."""
     dtype, rows = DTYPES[args.dtype], []
@@ -222,14 +309,10 @@ def main(argv=None):
     if args.device == "cuda":
         refuse("--device cuda must be cpu or auto: these ranks share main memory, and on GPUs NCCL "
                "has its own ways")
-    if args.check:
-        from p2p_collectives.shared_memory_check import check
-
-        return check(args)
     # On each rank: what it brings, a tensor for each way, and the buffers of a receive.
-    require_memory(args, ["sizes"], here * 10 * max(args.sizes))
-    metrics = launch(run_worker, args, role_name)
-    return metrics and results.finish(metrics, args)
+    if not args.check:  # which has sizes of its own
+        require_memory(args, ["sizes"], here * 10 * max(args.sizes))
+    return run_program(run_worker, args, role_name, results.finish)
 
 
 if __name__ == "__main__":

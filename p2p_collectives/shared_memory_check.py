@@ -75,11 +75,11 @@ def bytes_sent(collective, way, rank, world_size, per_machine, n, itemsize):
 def record(rank, world_size, args):
     """Run the lesson with a recorder, for each type and division; rank 0 returns the findings."""
     calls, rows, everyone = [], {}, [None] * world_size
-    honest_measure, honest_collectives = lesson.measure, lesson.collectives
-    honest_barrier, is_last, late = lesson.SharedMemory.barrier, rank == world_size - 1, [False]
+    original_measure, original_collectives = lesson.measure, lesson.collectives
+    original_barrier, is_last, late = lesson.SharedMemory.barrier, rank == world_size - 1, [False]
 
     def barrier(shared):
-        honest_barrier(shared)
+        original_barrier(shared)
         if late[0]:
             time.sleep(LATE_S)
 
@@ -127,11 +127,11 @@ def record(rank, world_size, args):
                     return {name: {way: recording(name, way, ways["ring"] if way == "gloo"
                                                   and where["uneven"] else function, where)
                                    for way, function in ways.items()}
-                            for name, ways in honest_collectives(*given).items()
+                            for name, ways in original_collectives(*given).items()
                             if whole or name == "all_reduce"}  # the others are the same
 
                 with mock.patch.object(lesson, "collectives", collectives):
-                    rows[dtype, per_machine, uneven] = honest_measure(rank, world_size, flags)
+                    rows[dtype, per_machine, uneven] = original_measure(rank, world_size, flags)
             dist.all_gather_object(everyone, [calls, messages.not_waited_for()])
             return []
 
@@ -160,10 +160,10 @@ def counts_of(args, uneven):
     return sorted({n - 1, n + 1, 400_001} - {0}) if uneven else [100 * n]
 
 
-def check(args):
+def check(program, args):
     """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
     args.sizes, args.repeats = [4 * args.world_size], REPEATS
-    return verdict(launch(record, args, lesson.role_name))
+    return verdict(launch(record, args, program.role_name))
 
 
 def compare(rows, everyone, args):

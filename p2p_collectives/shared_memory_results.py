@@ -5,10 +5,12 @@ import statistics
 import torch
 from common import picture, report
 
-from p2p_collectives.collectives import COPIED, HIERARCHICAL, SHARED
 from p2p_collectives.ring_allreduce_results import fit, fit_model, model_seconds, scale, size_text
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+# Ways to make them, as `shared_memory.py` names them.
+SHARED, COPIED = "shared_memory", "shared_memory_copied"
+HIERARCHICAL = "hierarchical"
 MACHINES = (2, 8, 64)  # for which the model is printed
 MACHINE_WORDS = {"en": ("one machine", "{machines} machines"),
                  "ja": ("1台のマシン", "{machines}台のマシン")}

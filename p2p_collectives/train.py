@@ -7,43 +7,45 @@ step: the models stay bitwise identical.
     rank 0                              rank 1
     piece 0 -> loss -> gradient         piece 1 -> loss -> gradient
                           |                                   |
-                          +--- average_gradients: all_reduce -+   --sync per_parameter  one for each
-                          |                                   |          flat      one for all
-    optimizer.step()  <---+                                   +--->      ddp       DDP
-    the same weights                    the same weights
+                          +--- average_gradients: all_reduce -+   once for each parameter
+                          |                                   |
+    optimizer.step()  <---+                                   +--->  optimizer.step()
+    the same weights                                                 the same weights
 
     python p2p_collectives/train.py --world_size 2             all processes here
-    python p2p_collectives/train.py --sync per_parameter       the tutorial's average_gradients
-    python p2p_collectives/train.py --sync ddp                 what one uses today
     python p2p_collectives/train.py --check                    the same as a single process?
     torchrun --nproc_per_node 2 p2p_collectives/train.py       under torchrun
 
 Last line, about:
-    digits: test accuracy 96.7% after 10 epochs on 2 ranks, flat: 7630 samples/s, ...
+    digits: test accuracy 96.7% after 10 epochs on 2 ranks: 5417 samples/s, ...
+
+train_flat.py does the same with one all_reduce a step, train_ddp.py with DistributedDataParallel.
 """
 
 import math
-import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import checkpoint, report, timeline
+from common import checkpoint, report
 from common.cli import Parser, bounded, given, refuse, starts_rank
 from common.data import add_data_flags, fetch_data, load_data
-from common.launcher import launch
+from common.program import run_program
 from common.session import device_for, group_options
 from torch import nn, optim
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from p2p_collectives import train_results as results
-from p2p_collectives.average import FlatGradients, distributed
 from p2p_collectives.data import batches, steps_of_epoch
 
 EXAMPLE = "p2p_collectives/train"
 LONGEST_GRADIENT = 1.0  # its norm; longer ones are shortened: large steps would end in chaos
 
 
-def role_name(rank, world_size):
+def role_name(rank: int, world_size: int) -> str:
     """All ranks are alike."""
     return f"rank{rank}"
 
@@ -51,14 +53,14 @@ def role_name(rank, world_size):
 class Partition:
     """A part of a dataset: the elements at the positions `index`."""
 
-    def __init__(self, data, index):
+    def __init__(self, data: Any, index: torch.Tensor):
         self.data = data
         self.index = index
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int | torch.Tensor) -> Any:
         """The element at one position of the part, or a batch for a tensor of positions."""
         return self.data[self.index[index]]
 
@@ -72,7 +74,7 @@ class DataPartitioner:
         seed: the same on all ranks, or the parts would overlap.
     """
 
-    def __init__(self, data, sizes=(0.7, 0.2, 0.1), seed=1234):
+    def __init__(self, data: Any, sizes: Sequence[float] = (0.7, 0.2, 0.1), seed: int = 1234):
         self.data = data
         self.partitions = []
         indexes = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
@@ -83,13 +85,13 @@ class DataPartitioner:
             self.partitions.append(indexes[start:end])
             start = end
 
-    def use(self, partition):
-        """The part with that number."""
+    def use(self, partition: int) -> Partition:
+        """Return the part with that number."""
         return Partition(self.data, self.partitions[partition])
 
 
-def partition_dataset(args):
-    """The part of this rank; how many samples all ranks have in each step; the test set."""
+def partition_dataset(args: Namespace) -> tuple[Partition, list[int], TensorDataset]:
+    """Return this rank's part, how many samples all ranks have in each step, and the test set."""
     dataset, test_set = load_data(args)  # Tutorial: all ranks race to download MNIST
     size = dist.get_world_size()
     partition_sizes = [1.0 / size for _ in range(size)]
@@ -110,8 +112,8 @@ class Net(nn.Module):
         self.fc1 = nn.Linear(320, 50)
         self.fc2 = nn.Linear(50, 10)
 
-    def forward(self, x):
-        """Log-probabilities (N, 10) of images (N, 1, 28, 28)."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the log-probabilities (N, 10) of images (N, 1, 28, 28)."""
         x = F.relu(F.max_pool2d(self.conv1(x), 2))
         x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
         x = F.relu(self.fc1(x.flatten(1)))
@@ -119,60 +121,32 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-def run(rank, size, args):
-    """Train this rank's replica; rank 0 returns the metrics, and writes the checkpoints."""
-    device = device_for(args.device)
-    torch.manual_seed(args.seed)  # the same on all ranks: all start with the same weights
-    train_set, global_batches, test_set = partition_dataset(args)
-    test_images, test_labels = (tensor.to(device) for tensor in test_set.tensors)
-    net = model = Net().to(device)
-    optimizer = optim.SGD(net.parameters(), lr=args.lr, momentum=args.momentum,
-                          nesterov=args.momentum > 0)
-    average = average_gradients
-    if args.sync == "flat":
-        average = FlatGradients(net).average
-    elif args.sync == "ddp":
-        model, average = distributed(net, device), None
-    average = results.record_steps(net, optimizer, average)
-    epochs = resume(net, optimizer, args) if args.resume else []
-    first_epoch, train_s = len(epochs), 0.0
-    for epoch in range(first_epoch, args.epochs):
-        # Another seed on each rank, for the order of its samples and for dropout; and in each
-        # epoch, so that a resumed training goes on as if it had never stopped.
-        torch.manual_seed(1_000_000 * args.seed + 1000 * epoch + rank)
-        optimizer.param_groups[0]["lr"] = args.lr * (1 - epoch / args.epochs)  # smaller and smaller
-        started, epoch_loss = time.perf_counter(), 0.0
-        for data, target, share in batches(train_set, global_batches, rank):
-            optimizer.zero_grad(set_to_none=False)  # keep the tensors: of `flat`, they are views
-            output = model(data.to(device))
-            loss = F.nll_loss(output, target.to(device))
-            epoch_loss += (report.require_finite(loss, f"in epoch {epoch + 1}")
-                           * len(target) / len(train_set))
-            if average is None:
-                # DDP averages in backward(), as if all pieces were equal: undo that, then weight.
-                (loss * share * size).backward()
-            else:
-                loss.backward()
-                average(model, share)
-            # After the average: clipped pieces would not add up to the whole batch's gradient.
-            nn.utils.clip_grad_norm_(net.parameters(), LONGEST_GRADIENT)
-            optimizer.step()
-        train_s += time.perf_counter() - started
-        epochs.append(results.losses_of_ranks(epoch_loss, size, device))
-        if rank == 0:  # one is enough: the others wait in their next collective
-            epochs[-1]["accuracy"] = results.accuracy(net, test_images, test_labels)
-            results.log_epoch(epochs)
-            if args.checkpoint:  # rank 0 only: the others would race for the file
-                checkpoint.save(args, {"model": net.state_dict(), "epochs": epochs,
-                                       "optimizer": optimizer.state_dict()})
-    results.require_equal_weights(net)
-    test_accuracy = results.accuracy(net, test_images, test_labels) if rank == 0 else None
-    return {"epochs": epochs, "test_accuracy": test_accuracy, "sync": args.sync,
-            "samples": (args.epochs - first_epoch) * sum(global_batches), "train_s": train_s}
+def train_step(model: nn.Module, optimizer: optim.Optimizer, data: torch.Tensor,
+               target: torch.Tensor, share: float) -> torch.Tensor:
+    """Make one step, in which all ranks take part.
+
+    Args:
+        model: this rank's replica.
+        optimizer: of its parameters.
+        data, target: this rank's piece of the batch: images (N, 1, 28, 28), labels (N,).
+        share: of this piece in the samples of the step.
+
+    Returns:
+        The mean loss of the piece.
+    """
+    optimizer.zero_grad()
+    output = model(data)
+    loss = F.nll_loss(output, target)
+    loss.backward()
+    average_gradients(model, share)
+    # After the average: clipped pieces would not add up to the whole batch's gradient.
+    nn.utils.clip_grad_norm_(model.parameters(), LONGEST_GRADIENT)
+    optimizer.step()
+    return loss.detach()
 
 
-def average_gradients(model, share):
-    """An all_reduce for each parameter.
+def average_gradients(model: nn.Module, share: float) -> None:
+    """Sum the gradients of all ranks, each weighted by its share: an all_reduce for each parameter.
 
     `model` has this rank's gradients, and then those of all samples of the step, of which this rank
     has the `share`: 1 / world size, where the pieces are equal.
@@ -182,8 +156,54 @@ def average_gradients(model, share):
         dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)  # left out in one printing of it
 
 
-def resume(net, optimizer, args):
-    """Load the checkpoint on all ranks; the epochs that are behind it."""
+def run(rank: int, size: int, args: Namespace, train_step: Callable = train_step,
+        wrap: Callable = lambda net: net) -> dict:
+    """Train this rank's replica; rank 0 writes the checkpoints.
+
+    Args:
+        rank, size: of this process, and how many there are.
+        args: the parsed flags.
+        train_step: makes a step; see above.
+        wrap: makes of the network what the steps call.
+
+    Returns:
+        The metrics, which are complete on rank 0.
+    """
+    device = device_for(args.device)
+    torch.manual_seed(args.seed)  # the same on all ranks: all start with the same weights
+    train_set, global_batches, test_set = partition_dataset(args)
+    net = Net().to(device)
+    model = wrap(net)
+    optimizer = optim.SGD(net.parameters(), lr=args.lr, momentum=args.momentum,
+                          nesterov=args.momentum > 0)
+    epochs = resume(net, optimizer, args) if args.resume else []
+    clock = results.Clock()
+    for epoch in range(len(epochs), args.epochs):
+        # Another seed on each rank, for the order of its samples and for dropout; and in each
+        # epoch, so that a resumed training goes on as if it had never stopped.
+        torch.manual_seed(1_000_000 * args.seed + 1000 * epoch + rank)
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - epoch / args.epochs)  # smaller and smaller
+        epoch_loss = 0.0
+        with clock:
+            for data, target, share in batches(train_set, global_batches, rank):
+                loss = train_step(model, optimizer, data.to(device), target.to(device), share)
+                loss = report.require_finite(loss, f"in epoch {epoch + 1}")
+                epoch_loss += loss * len(target) / len(train_set)
+        epochs.append(results.losses_of_ranks(epoch_loss, size, device))
+        if rank == 0:  # one is enough: the others wait in their next collective
+            epochs[-1]["accuracy"] = results.accuracy(net, test_set, device)
+            results.log_epoch(epochs)
+            if args.checkpoint:  # rank 0 only: the others would race for the file
+                checkpoint.save(args, {"model": net.state_dict(), "epochs": epochs,
+                                       "optimizer": optimizer.state_dict()})
+    results.require_equal_weights(net)
+    test_accuracy = results.accuracy(net, test_set, device) if rank == 0 else None
+    return {"epochs": epochs, "test_accuracy": test_accuracy,
+            "samples": clock.laps * sum(global_batches), "train_s": clock.seconds}
+
+
+def resume(net: nn.Module, optimizer: optim.Optimizer, args: Namespace) -> list[dict]:
+    """Load the checkpoint on all ranks; return the epochs that are behind it."""
     # Only rank 0 reads the file: on another machine the others would find none, or another one.
     state = [checkpoint.load(args) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(state)
@@ -194,40 +214,34 @@ def resume(net, optimizer, args):
     return state["epochs"]
 
 
-def run_worker(rank, world_size, args):
-    """Join, train, leave; rank 0 returns the metrics."""
-    if args.timeline:
-        timeline.start(role_name(rank, world_size))
+def run_worker(rank: int, world_size: int, args: Namespace, *how) -> dict | None:
+    """Join, train, leave; rank 0 returns the metrics. `how`: see `run`."""
     dist.init_process_group(**group_options(args, device_for(args.device)), rank=rank,
                             world_size=world_size)
-    metrics = {"backend": dist.get_backend(), "spans": [{}] * world_size,
-               **run(rank, world_size, args)}
-    if args.timeline:
-        dist.all_gather_object(metrics["spans"], timeline.recorded())
-    # DDP has ended with run(). It must not outlive the group: it would end the group's threads
-    # while it holds Python's lock, for which one of them may wait (pytorch/pytorch issue 56297).
+    metrics = {"backend": dist.get_backend(), **run(rank, world_size, args, *how)}
     dist.destroy_process_group()
     return metrics if rank == 0 else None
 
 
-def build_parser():
-    """The flags of this example."""
-    parser = Parser(EXAMPLE, __doc__, world_size=2)
+def build_parser(example: str = EXAMPLE, description: str = __doc__) -> Parser:
+    """Make the parser of the flags of this example."""
+    parser = Parser(example, description, world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add_data_flags(parser)
     add("--epochs", type=count, default=10, metavar="N", help="passes over the images")
     add("--global_batch_size", type=count, default=128, metavar="N", help="of all ranks, in a step")
     add("--lr", type=bounded(float, above=0), default=0.15, help="learning rate of the first epoch")
     add("--momentum", type=bounded(float, at_least=0, at_most=1), default=0.9, help="Nesterov's")
-    add("--sync", choices=["per_parameter", "flat", "ddp"], default="flat", help="gradients: how")
-    add("--timeline", action="store_true", help="draw a timeline of every process (PNG and JSON)")
     parser.add_checkpoint_flags()
     return parser
 
 
-def main(argv=None):
-    """Train, or `--check`; the metrics or the differences in the process that reports."""
-    args = build_parser().parse_args(argv)
+def require_inputs(args: Namespace) -> None:
+    """Refuse what cannot work, before any process starts.
+
+    Raises:
+        SystemExit: 2 after one line.
+    """
     if args.global_batch_size < args.world_size:
         refuse(f"{given(args, 'global_batch_size')} must be at least {given(args, 'world_size')}: "
                "every rank needs a sample")
@@ -238,12 +252,13 @@ def main(argv=None):
     if state and len(state["epochs"]) > args.epochs:
         refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint "
                "has so many behind it")
-    if args.check:
-        from p2p_collectives.train_check import check
 
-        return check(args)
-    metrics = launch(run_worker, args, role_name)
-    return metrics and results.finish(metrics, args)
+
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    args = build_parser().parse_args(argv)
+    require_inputs(args)
+    return run_program(run_worker, args, role_name, results.finish)
 
 
 if __name__ == "__main__":

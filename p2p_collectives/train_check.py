@@ -1,27 +1,35 @@
-"""The oracle of `train.py`: every step of every rung, held against one process.
+"""The oracle of `train.py` and its variants: every step, held against one process.
 
-That process has the whole batches. Each rung (`--sync`) trains from the start to the end; then one
-goes on from the checkpoint that it has written after the first epoch (train_recording.py). Dropout
-is on: the oracle draws the masks of each rank from a generator with that rank's seed. All in
-float64, in which a mistake cannot be taken for rounding: pieces of a batch are summed in another
-order.
+That process has the whole batches. The program trains from the start to the end; then it goes on
+from the checkpoint that it has written after the first epoch, in its own processes. PyTorch's hooks
+see each forward and each step. Dropout is on: the oracle draws the masks of each rank from a
+generator with that rank's seed. All in float64, in which a mistake cannot be taken for rounding:
+pieces of a batch are summed in another order.
 """
 
+import importlib
+import shutil
 import tempfile
+import time
+from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import torch
-from common import report
+import torch.distributed as dist
+from common import checkpoint, report
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, fingerprints, flat, load_float64, verdict
 from common.session import device_for
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from p2p_collectives import train as lesson
-from p2p_collectives.train_recording import RESUMED, RUNGS, record_trainings
+from p2p_collectives import train as tutorial
 
 EPOCHS = 2
+TRAININGS = {"whole": "", "resumed": "resumed, "}  # what the names of their findings begin with
 TOLERANCE = 1e-9
 WHY = "float64 sums in another order"
 COMPARED = (  # of each step: what, the tolerance, and why
@@ -136,15 +144,89 @@ def pieces_of(rank, size, n_samples, n_steps, seed):
     return part, slices
 
 
-def check(args):
+class Recorder:
+    """What one rank does: its `steps` of each training, and what each has `reported` in the end."""
+
+    def __init__(self):
+        self.steps, self.reported = {}, {}
+        self.step = {}  # the one that is being made
+
+    def begin(self, training):
+        """From now on, this training runs."""
+        self.training, self.steps[training] = training, []
+
+    def forward(self, module, inputs, output):
+        """After the forward of any module."""
+        if isinstance(module, tutorial.Net) and module.training and torch.is_grad_enabled():
+            self.step["images"] = fingerprints(inputs[0])
+
+    def stepped(self, optimizer, *_):
+        """After any optimizer's step."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        settings = optimizer.param_groups[0]
+        self.step |= {"gradients": flat([p.grad for p in parameters]), "weights": flat(parameters),
+                      "settings": [settings[name] for name in ("lr", "momentum", "nesterov")],
+                      "time": time.perf_counter()}
+        self.steps[self.training].append(self.step)
+        self.step = {}
+
+
+def record_trainings(rank, world_size, args):
+    """Run the program with a recorder, from start to end and once resumed.
+
+    Returns:
+        On rank 0, for each rank its `steps` and what it `reported`, both by training; elsewhere
+        nothing of use.
+    """
+    torch.set_default_dtype(torch.float64)
+    recorder, everyone = Recorder(), [None] * world_size
+    original_run, original_loss, original_save = tutorial.run, F.nll_loss, checkpoint.save
+    first_epoch = args.checkpoint.with_name("first_epoch.pt")
+    resuming = Namespace(**{**vars(args), "resume": True, "checkpoint": first_epoch})
+
+    def run_all(rank, size, args, *how):
+        for training, flags in zip(TRAININGS, (args, resuming), strict=True):
+            recorder.begin(training)
+            torch.manual_seed(rank)  # nothing may depend on what was drawn before
+            began = time.perf_counter()
+            metrics = original_run(rank, size, flags, *how)
+            recorder.reported[training] = {**metrics, "took_s": time.perf_counter() - began}
+        mine = {"steps": recorder.steps, "reported": recorder.reported}
+        dist.gather_object(mine, everyone if rank == 0 else None)
+        return metrics
+
+    def recorded_loss(output, target, **options):
+        loss = original_loss(output, target, **options)
+        recorder.step |= {"labels": target.cpu(), "loss": loss.item()}
+        return loss
+
+    def save_and_keep_the_first(args, state):
+        original_save(args, state)
+        if len(state["epochs"]) == 1:
+            shutil.copy(args.checkpoint, first_epoch)
+
+    hooks = [register_module_forward_hook(recorder.forward),
+             register_optimizer_step_post_hook(recorder.stepped)]
+    with (mock.patch.object(tutorial, "run", run_all),
+          mock.patch.object(tutorial, "load_data", load_float64),
+          mock.patch.object(F, "nll_loss", recorded_loss),
+          mock.patch.object(checkpoint, "save", save_and_keep_the_first)):
+        importlib.import_module(args.program).run_worker(rank, world_size, args)
+    for hook in hooks:
+        hook.remove()
+    return everyone
+
+
+def check(program, args):
     """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
     with tempfile.TemporaryDirectory() as folder:
         args.epochs, args.checkpoint, args.resume = EPOCHS, Path(folder, "run.pt"), False
-        return verdict(launch(record, args, lesson.role_name))
+        args.program = program.__name__
+        return verdict(launch(record, args, program.role_name))
 
 
 def record(rank, world_size, args):
-    """Run the lesson, recorded; rank 0 returns the findings."""
+    """Run the program, recorded; rank 0 returns the findings."""
     everyone = record_trainings(rank, world_size, args)
     return compare(everyone, args) if rank == 0 else None
 
@@ -160,32 +242,32 @@ def compare(everyone, args):
     def of_ranks(training, name):
         return by_rank([of_rank["steps"][training] for of_rank in everyone], name)
 
-    for training in (*RUNGS, "resumed"):
+    for training, title in TRAININGS.items():
         epochs_behind = 1 if training == "resumed" else 0
         rank0s, reported = (everyone[0][what][training] for what in ("steps", "reported"))
         for name, tolerance, because in COMPARED:
-            findings.close(f"{training}, {name}", of_ranks(training, name),
+            findings.close(f"{title}{name}", of_ranks(training, name),
                            by_rank(oracle, name)[epochs_behind * of_epoch :], tolerance, because)
-        findings.equal(f"{training}, weights on all ranks", of_ranks(training, "weights"),
+        findings.equal(f"{title}weights on all ranks", of_ranks(training, "weights"),
                        by_rank([rank0s] * args.world_size, "weights"),
                        "held against those of rank 0")
-        findings.close(f"{training}, reported epochs", reported["epochs"], epochs, TOLERANCE, WHY,
+        findings.close(f"{title}reported epochs", reported["epochs"], epochs, TOLERANCE, WHY,
                        unit="epoch")
-        findings.close(f"{training}, reported accuracy and samples",
+        findings.close(f"{title}reported accuracy and samples",
                        [reported["test_accuracy"], reported["samples"]],
                        [epochs[-1]["accuracy"], (args.epochs - epochs_behind) * n_samples],
                        TOLERANCE, "of the test images; each image once in each epoch", "number")
-        hold_time(findings, training, rank0s, reported, of_epoch)
+        hold_time(findings, title, rank0s, reported, of_epoch)
     for name in ("loss", "gradients", "weights"):
         findings.equal(f"resumed as if never stopped, {name}", of_ranks("resumed", name),
-                       of_ranks(RESUMED, name)[of_epoch:], "nothing may depend on the interruption")
+                       of_ranks("whole", name)[of_epoch:], "nothing may depend on the interruption")
     return findings.as_dict()
 
 
-def hold_time(findings, training, steps, reported, of_epoch):
+def hold_time(findings, title, steps, reported, of_epoch):
     """The seconds by which samples are divided: at least from first to last step of each epoch."""
     of_epochs = [steps[at : at + of_epoch] for at in range(0, len(steps), of_epoch)]
     least = sum(epoch[-1]["time"] - epoch[0]["time"] for epoch in of_epochs if epoch)
-    findings.holds(f"{training}, reported time", least <= reported["train_s"] <= reported["took_s"],
+    findings.holds(f"{title}reported time", least <= reported["train_s"] <= reported["took_s"],
                    f"{reported['train_s']:.3f} s of training, at least {least:.3f} s between first "
                    f"and last steps, at most {reported['took_s']:.3f} s in all")

@@ -1,18 +1,37 @@
-"""What `train.py` shows: the accuracy, a line for each epoch, the timeline, the last line."""
+"""What `train.py` and its variants show: the accuracy, a line for each epoch, the last line."""
 
 import time
 
 import torch
 import torch.distributed as dist
-from common import report, timeline, timeline_report
+from common import report
 
-STEPS_DRAWN = 4  # with --timeline
-TIMELINE_TITLE = {"en": "The last steps of a training, --sync {sync}",
-                  "ja": "訓練の最後の数ステップ（--sync {sync}）"}
+# What a timeline shows (common/tracing.py); DDP's all_reduce is inside of its backward.
+SPANS = {
+    "p2p_collectives.train:Net.forward": ["forward"],
+    "torch:Tensor.backward": ["backward"],
+    "torch.distributed:all_reduce": ["all_reduce"],
+    "torch.optim:SGD.step": ["step"],
+}
 
 
-def accuracy(net, images, labels):
-    """The share of these images that the network, without dropout, takes for what they are."""
+class Clock:
+    """Count the seconds that are spent inside of it, and how many times it was entered."""
+
+    def __init__(self):
+        self.seconds, self.laps = 0.0, 0
+
+    def __enter__(self):
+        self.started = time.perf_counter()
+
+    def __exit__(self, *_):
+        self.seconds += time.perf_counter() - self.started
+        self.laps += 1
+
+
+def accuracy(net, test_set, device):
+    """The share of the test images that the network, without dropout, takes for what they are."""
+    images, labels = (tensor.to(device) for tensor in test_set.tensors)
     net.eval()
     with torch.inference_mode():
         guesses = torch.cat([net(batch).argmax(1) for batch in images.split(500)])
@@ -54,66 +73,12 @@ def log_epoch(epochs):
                         f"loss of each rank {per_rank}")
 
 
-def record_steps(net, optimizer, average):
-    """With --timeline, record when each step computes and when it communicates.
-
-    Args:
-        net: whose forward begins a step.
-        optimizer: whose step ends it.
-        average: the function that averages gradients, or None with DDP.
-
-    Returns:
-        A function like `average`, which is recorded, too.
-    """
-    if not timeline.is_on():
-        return average
-    since = {}
-
-    def begin(*_):
-        since["forward"] = time.time()
-
-    def end_forward(*_):
-        since["backward"] = time.time()
-        timeline.add("forward", since["forward"], since["backward"])
-
-    def begin_step(*_):
-        since["step"] = time.time()
-        if average is None:
-            timeline.add("backward with all_reduce", since["backward"], since["step"])
-
-    def end_step(*_):
-        timeline.add("step", since["step"], time.time())
-
-    def recorded(*args):
-        timeline.add("backward", since["backward"], time.time())
-        with timeline.span("all_reduce"):
-            average(*args)
-
-    net.register_forward_pre_hook(begin)
-    net.register_forward_hook(end_forward)
-    optimizer.register_step_pre_hook(begin_step)
-    optimizer.register_step_post_hook(end_step)
-    return average and recorded
-
-
-def plot_timeline(of_each_rank, args):
-    """Draw the last few steps of the training: `timeline.png`."""
-    spans = {role: spans for of_rank in of_each_rank for role, spans in of_rank.items()}
-    steps = [span for span in spans["rank0"] if span["kind"] == "step"][-STEPS_DRAWN - 1 :]
-    if len(steps) > 1:  # otherwise there was nothing left to train
-        title = {language: text.format(sync=args.sync) for language, text in TIMELINE_TITLE.items()}
-        window = steps[0]["end"], steps[-1]["end"]
-        timeline_report.save(spans, args.output_dir, title, {"": window}, report.machine(args))
-
-
 def finish(metrics, args):
-    """Write metrics.json, draw the timeline, print the last line; the whole metrics."""
-    of_each_rank, samples, train_s = (metrics.pop(name) for name in ("spans", "samples", "train_s"))
-    if args.timeline:
-        plot_timeline(of_each_rank, args)
+    """Write metrics.json and print the last line; the whole metrics."""
+    samples, train_s = metrics.pop("samples"), metrics.pop("train_s")
     metrics["samples_per_s"] = samples / train_s if samples else None
     metrics = report.save_metrics(args, metrics, metrics["backend"])
     speed = f"{metrics['samples_per_s']:.0f} samples/s" if samples else "nothing left to train"
     print(f"{args.dataset}: test accuracy {metrics['test_accuracy']:.1%} after {args.epochs} "
-          f"epochs on {args.world_size} ranks, {args.sync}: {speed}, weights bitwise identical")
+          f"epochs on {args.world_size} ranks: {speed}, weights bitwise identical")
     return metrics

@@ -1,31 +1,127 @@
 """`--check`: a whole training over RPC, held against a program of one process that plays it again.
 
-The training is the lesson's own, with the flags that were given, but short: few steps are granted,
-and the threshold is one that such episodes pass. recording.py says what else is changed.
+The training is the program's own, with the flags that were given, but short: few steps are granted,
+and the threshold is one that such episodes pass. The agent keeps what it is asked, what it answers
+and what it learns. Changed is only what lets a short training show every mistake:
+
+- float64: in float32 rounding would look like a small mistake, and could change an action;
+- the episodes of observer1 end at its environment's time limit, those of the others at the steps
+  that the agent grants, and all of them end early where the pole falls;
+- rewards are all different: see `DistinctRewards`.
 
 The fast agent draws from generators whose seeds are known: one process draws the same numbers. The
-plain one draws for whoever asks first; there the oracle takes dropout masks and actions from the
+tutorial's draws for whoever asks first; there the oracle takes dropout masks and actions from the
 run, and holds them as what they are: random, at the right rate.
 """
 
 import argparse
+import importlib
 import math
+import threading
 
 import gymnasium as gym
 import torch
-import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, in_float64, verdict
 from torch import nn
 
-from rpc_rl import main as lesson
-from rpc_rl.recording import TIME_LIMIT, DistinctRewards, record
+from rpc_rl import main as tutorial
+from rpc_rl.fast import FastAgent
 
 N_STEPS = 17  # of an episode, that the agent grants
 THRESHOLD = 5.0  # the running reward passes it after seven episodes or so
 MAX_EPISODES = 12
-AGENTS = ("plain", "fast")
+TIME_LIMIT = 13  # steps, of observer1's environment
 SIGMAS = 6  # two random choices in a billion are further from what is expected
+
+
+class DistinctRewards(gym.Wrapper):
+    """CartPole with rewards of about 1, others for each observer and each of its steps.
+
+    Its own is always 1: two that are swapped, or counted for another observer, would not be seen.
+
+    Args:
+        env: the CartPole.
+        ob_id: the rank of its observer.
+    """
+
+    def __init__(self, env, ob_id):
+        super().__init__(env)
+        self.ob_id, self.steps = ob_id, 0
+
+    def step(self, action):
+        """See gymnasium."""
+        state, _, *others = super().step(action)
+        self.steps += 1
+        return state, 1 + 0.1 * self.ob_id + 0.001 * self.steps, *others
+
+
+def record(rank, world_size, args):
+    """Run the program `args.program`, recorded.
+
+    Returns:
+        On rank 0, its `metrics`, and as `episodes` what was seen of each one: `observers`,
+        each with `states`, `actions`, `rewards` and dropout `masks`; `gradients` and `weights` by
+        name; `last_reward` and `running_reward`. None on observers.
+    """
+    torch.set_default_dtype(torch.float64)
+    program = importlib.import_module(args.program)
+    if rank > 0:
+        make, limit = gym.make, {"max_episode_steps": TIME_LIMIT} if rank == 1 else {}
+        gym.make = lambda *a, **k: DistinctRewards(make(*a, **k, **limit), rank)
+        program.run_worker(rank, world_size, args)
+        return None
+    episodes = []
+    record_agent(FastAgent if args.fast else tutorial.Agent, episodes)
+    return {"metrics": program.run_worker(rank, world_size, args), "episodes": episodes}
+
+
+def record_agent(agent_class, episodes):
+    """Append to `episodes` what each one was, from now on."""
+    run_episode, finish_episode = agent_class.run_episode, agent_class.finish_episode
+    select_action, report_reward = agent_class.select_action, agent_class.report_reward
+    forward = nn.Dropout.forward
+    asking = threading.local()  # two RPC threads answer requests
+    now = {}
+
+    def recorded_run_episode(agent):
+        now.clear()
+        now.update({ob_id: {"states": [], "actions": [], "rewards": [], "masks": []}
+                    for ob_id in agent.ob_rrefs})
+        run_episode(agent)
+
+    def recorded_select_action(agent, ob_id, state, *reward):
+        asking.ob_id = ob_id
+        action = select_action(agent, ob_id, state, *reward)
+        now[ob_id]["states"].append(state)
+        now[ob_id]["actions"].append(action)
+        return action
+
+    def recorded_report_reward(agent, ob_id, reward):
+        now[ob_id]["rewards"].append(reward)
+        report_reward(agent, ob_id, reward)
+
+    def recorded_finish_episode(agent):
+        last_reward = finish_episode(agent)
+        named = dict(agent.policy.named_parameters())
+        episodes.append({
+            "observers": list(now.values()), "last_reward": last_reward,
+            "running_reward": agent.running_reward,
+            "gradients": {name: p.grad.tolist() for name, p in named.items()},
+            "weights": {name: p.tolist() for name, p in named.items()}})
+        return last_reward
+
+    def recorded_dropout(module, x):
+        """Keep with what `nn.Dropout` has multiplied; only the tutorial's agent uses it."""
+        y = forward(module, x)
+        now[asking.ob_id]["masks"].append((y / x).tolist())
+        return y
+
+    agent_class.run_episode = recorded_run_episode
+    agent_class.select_action = recorded_select_action
+    agent_class.report_reward = recorded_report_reward
+    agent_class.finish_episode = recorded_finish_episode
+    nn.Dropout.forward = recorded_dropout
 
 
 def single_process(args, run):
@@ -33,7 +129,7 @@ def single_process(args, run):
 
     Args:
         args: the flags of the run.
-        run: of the plain agent, whose draws cannot be repeated, its dropout masks and actions.
+        run: of the tutorial's agent, whose draws cannot be repeated, its dropout masks and actions.
             Those of the fast agent are drawn here again.
 
     Returns:
@@ -54,7 +150,7 @@ def single_process(args, run):
     while running_reward <= THRESHOLD and len(episodes) < MAX_EPISODES:
         observers, log_probs, returns = [], [], []
         for rank in ranks:
-            if args.agent == "fast":
+            if args.fast:
                 share_kept = torch.full((N_STEPS, 128), 0.4)
                 masks = torch.bernoulli(share_kept, generator=draws[rank]) / 0.4
                 uniforms = torch.rand(N_STEPS, generator=draws[rank])
@@ -66,12 +162,12 @@ def single_process(args, run):
             state, _ = envs[rank].reset(seed=torch.randint(2**31, (), generator=draws[rank]).item())
             seen = {"states": [], "actions": [], "rewards": [], "p_right": []}
             for step in range(N_STEPS):
-                if args.agent == "plain" and step >= len(masks):
+                if not args.fast and step >= len(masks):
                     break
                 x = hidden(torch.tensor(state.tolist()))
                 x = torch.relu(x * masks[step])
                 p = torch.softmax(output(x), dim=0)
-                action = int(uniforms[step] > p[0]) if args.agent == "fast" else given[step]
+                action = int(uniforms[step] > p[0]) if args.fast else given[step]
                 log_probs.append(torch.log(p[action]))
                 seen["states"].append(state.tolist())
                 seen["actions"].append(action)
@@ -100,34 +196,38 @@ def single_process(args, run):
 
 
 def returns_by_definition(rewards, beyond, gamma):
-    """The discounted sum of what follows, for each step; `beyond` is the value behind the last."""
+    """Return the discounted sum of what follows, for each step; `beyond` is behind the last."""
     n = len(rewards)
     return [sum(gamma**i * r for i, r in enumerate(rewards[t:])) + gamma ** (n - t) * beyond
             for t in range(n)]
 
 
-def check(args):
-    """Compare both agents; the differences in the process that reports, None elsewhere."""
-    one_launch = dist.is_torchelastic_launched() or args.rank is not None
+def check(program, args):
+    """Compare a run with one process; the differences in the process that reports, None elsewhere.
+
+    Args:
+        program: `rpc_rl.main` or `rpc_rl.fast`.
+        args: its parsed flags.
+    """
+    flags = argparse.Namespace(**vars(args), program=program.__name__,
+                               fast=program.__name__ == FastAgent.__module__)
+    flags.total_steps_per_episode = N_STEPS * (args.world_size - 1)
+    flags.reward_threshold, flags.max_episodes = THRESHOLD, MAX_EPISODES
+    recorded = launch(record, flags, program.role_name)
+    if recorded is None:
+        return None
     findings = Comparison(f"{args.world_size} processes")
-    for agent in [args.agent] if one_launch else AGENTS:
-        flags = argparse.Namespace(**{**vars(args), "agent": agent})
-        flags.total_steps_per_episode = N_STEPS * (args.world_size - 1)
-        flags.reward_threshold, flags.max_episodes = THRESHOLD, MAX_EPISODES
-        recorded = launch(record, flags, lesson.role_name)
-        if recorded is None:
-            return None
-        compare(findings, recorded, flags)
+    compare(findings, recorded, flags)
     return verdict(findings.as_dict())
 
 
 def compare(findings, recorded, args):
-    """Hold what `record` returned of one agent against one process."""
+    """Hold what `record` has returned against one process."""
     run = recorded["episodes"]
-    if args.agent == "plain":
+    if not args.fast:
         masks, steps = (sum(len(ob[what]) for ep in run for ob in ep["observers"])
                         for what in ("masks", "actions"))
-        if not findings.holds("plain agent, dropout layer", masks == steps,
+        if not findings.holds("dropout layer", masks == steps,
                               f"used {masks} times for {steps} actions"):
             return  # nothing to play again with
     with in_float64():
@@ -139,23 +239,23 @@ def compare(findings, recorded, args):
 
     unit, rounding = "episode", "float64, sums in another order"
     for what in ("states", "actions", "rewards"):
-        findings.equal(f"{args.agent} agent, {what}", each(run, what), each(alone, what),
+        findings.equal(f"{what}", each(run, what), each(alone, what),
                        "the same seeds, the same draws", unit)
     for what, tolerance in (("gradients", 1e-9), ("weights", 1e-9),
                             ("last_reward", 1e-12), ("running_reward", 1e-12)):
-        findings.close(f"{args.agent} agent, {what.replace('_', ' ')}",
+        findings.close(f"{what.replace('_', ' ')}",
                        [episode[what] for episode in run], [episode[what] for episode in alone],
                        tolerance, rounding, unit)
     expected = summary(alone)
     reported = {what: recorded["metrics"][what] for what in expected}
-    findings.close(f"{args.agent} agent, metrics", [reported], [expected], 1e-12,
+    findings.close("metrics", [reported], [expected], 1e-12,
                    "what metrics.json says", "training")
-    if args.agent == "plain":
+    if not args.fast:
         hold_randomness(findings, run, alone)
 
 
 def summary(episodes):
-    """What metrics.json has to say of a training that ended as soon as it could."""
+    """Return what metrics.json should have of a training that ended as soon as it could."""
     return {"episodes": len(episodes), "solved": int(episodes[-1]["running_reward"] > THRESHOLD),
             "env_steps": sum(len(ob["rewards"]) for ep in episodes for ob in ep["observers"]),
             "running_reward": episodes[-1]["running_reward"],
@@ -164,24 +264,24 @@ def summary(episodes):
 
 
 def hold_randomness(findings, run, alone):
-    """The plain agent's draws depend on which request comes first: hold them as what they are."""
+    """Hold draws that depend on which request comes first as what they are: random."""
     masks = [mask for ep in run for ob in ep["observers"] for mask in ob["masks"]]
     kept = [value > 0 for mask in masks for value in mask]
     share, bound = sum(kept) / len(kept), SIGMAS * math.sqrt(0.4 * 0.6 / len(kept))
-    findings.holds("plain agent, dropout rate", abs(share - 0.4) < bound,
+    findings.holds("dropout rate", abs(share - 0.4) < bound,
                    f"{share:.3f} of {len(kept)} hidden units were kept, 0.4 +- {bound:.3f}")
     different = len({str(mask) for mask in masks})
-    findings.holds("plain agent, dropout masks", different == len(masks),
+    findings.holds("dropout masks", different == len(masks),
                    f"{different} of {len(masks)} steps had their own mask")
     pairs = [(p, action) for ep, ep_run in zip(alone, run, strict=False)
              for ob, ob_run in zip(ep["observers"], ep_run["observers"], strict=True)
              for p, action in zip(ob["p_right"], ob_run["actions"], strict=False)]
     bound = SIGMAS * math.sqrt(sum(p * (1 - p) for p, _ in pairs))
     right = sum(action - p for p, action in pairs)
-    findings.holds("plain agent, choices", abs(right) < bound,
+    findings.holds("choices", abs(right) < bound,
                    f"of {len(pairs)} actions, {right:+.1f} more went right than by the policy's "
                    f"probabilities, 0 +- {bound:.1f}")
     likelier = sum((action == (p > 0.5)) - max(p, 1 - p) for p, action in pairs)
-    findings.holds("plain agent, likelier choices", abs(likelier) < bound,
+    findings.holds("likelier choices", abs(likelier) < bound,
                    f"of {len(pairs)} actions, {likelier:+.1f} more were the likelier one, "
                    f"0 +- {bound:.1f}")

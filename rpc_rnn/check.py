@@ -1,13 +1,12 @@
-"""The oracle of `main.py --check`: the lesson's own training, held against one process.
+"""The oracle of main.py and its variants: the program's own training, held against one process.
 
-`recording.py` runs the lesson's `run_worker` for two short epochs in its own processes.
+`recording.py` runs the program's `run_worker` for two short epochs in its own processes.
 `single_process` knows only the flags and the first weights. It has its own columns, its own loop,
 and PyTorch's ordinary autograd and optimizers. `comparison.py` holds one against the other.
 
 Both compute in float64, so that a mistake cannot hide behind rounding. Dropout is matched: the
-server and the trainer draw from seeded generators, and so do the two `Stream`s here. A check of two
-processes is followed by one of three, where two trainers share the tables. There dropout is off:
-the server draws in the order in which the trainers call.
+server and the trainer draw from seeded generators, and so do the two `Stream`s here. With several
+trainers dropout is off: the server draws in the order in which they call.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from common.session import device_for
 from torch import nn
 
 from rpc_rnn import comparison, data
-from rpc_rnn import main as lesson
+from rpc_rnn.main import role_name
 from rpc_rnn.recording import record_run, shortened
 
 EPOCHS = 2
@@ -174,14 +173,14 @@ def write(model, language, args):
 
 def trainer_names(args):
     """Those of ranks 1, 2, ..."""
-    return [lesson.role_name(rank, args.world_size) for rank in range(1, args.world_size)]
+    return [role_name(rank, args.world_size) for rank in range(1, args.world_size)]
 
 
 # --- what is held against it
 
 
 def record(rank, world_size, args):
-    """The worker of a check: the lesson's own, recorded; the first trainer returns the findings."""
+    """Run the program's worker, recorded; the first trainer returns the findings."""
     torch.set_default_dtype(torch.float64)
     recorded = record_run(rank, world_size, args)
     return compare(*recorded, args) if rank == 1 else None
@@ -208,7 +207,7 @@ def compare(recordings, metrics, args):
 # --- the command
 
 
-def check(args):
+def check(program, args):
     """Hold short trainings against a single process.
 
     Returns:
@@ -217,8 +216,9 @@ def check(args):
     Raises:
         SystemExit: 1 if something does not hold.
     """
+    args.program = program.__name__
     with tempfile.TemporaryDirectory() as folder:
-        compared = {title: launch(record, flags, lesson.role_name)
+        compared = {title: launch(record, flags, role_name)
                     for title, flags in plans(args, Path(folder)).items()}
     if None in compared.values():
         return verdict(None)
@@ -237,14 +237,11 @@ def plans(args, folder):
         return argparse.Namespace(**{**vars(args), **fixed, **others})
 
     one = {"dropout": 0.0}
-    if args.world_size == 2:
+    if args.world_size == 2:  # one trainer
         one = {"dropout": args.dropout or DROPOUT, "nlayers": max(2, args.nlayers)}
     runs = {"": flags(**one)}
     local = args.rank is None and not dist.is_torchelastic_launched()
     if local and args.checkpoint:
         runs = {"stopped, ": flags(**one, epochs=EPOCHS - 1),
                 "resumed, ": flags(**one, resume=True)}
-    if local and args.world_size == 2 and not args.prefetch:
-        half = max(1, args.batch_size // 2)
-        runs["two trainers, "] = flags(world_size=3, dropout=0.0, batch_size=half)
     return runs

@@ -1,4 +1,4 @@
-"""What `main.py --check` holds against what: each of these adds its lines to a `Comparison`."""
+"""What `--check` holds against what: each of these adds its lines to a `Comparison`."""
 
 import itertools
 import math
@@ -11,9 +11,9 @@ from rpc_rnn.data import MarkovChain
 TOLERANCE = 1e-9
 BECAUSE = "float64, whose sums may come in another order"
 PARTS = ("table", "LSTM", "decoder")
-# 2 forward, 3 backward, the step, the context's end; with several trainers 2 to average. With
-# --prefetch, the step brings and takes the embeddings.
-ROUND_TRIPS = {1: 7, 2: 9, "prefetch": 5}
+# 2 forward, 3 backward, the step, the context's end; with several trainers 2 to average. In
+# prefetch.py, the step brings and takes the embeddings.
+ROUND_TRIPS = {"main": 7, "several_trainers": 9, "prefetch": 5}
 
 
 def hold_sizes(found, weights, expected):
@@ -118,7 +118,7 @@ def hold_speed(found, recording, metrics, n_epochs, args):
                 f"{ratio:.2f} of those between the first and the last step of each epoch, 0.5 to "
                 "1.01 expected: no validation, no start")
     counted = metrics["rpc_round_trips_per_step"]
-    expected = ROUND_TRIPS["prefetch" if args.prefetch else min(2, args.world_size - 1)]
+    expected = ROUND_TRIPS[args.program.split(".")[1]]
     found.holds("metrics, round trips", counted == expected,
                 f"{counted} RPCs of a step, {expected} expected")
 

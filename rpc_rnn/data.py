@@ -122,6 +122,22 @@ def get_next_batch(table, bptt):
         yield table[start:end], table[start + 1 : end + 1]
 
 
+def require_inputs(args):
+    """Before any process starts: refuse what does not fit, of the corpus and the sizes.
+
+    Returns:
+        The language; None where only the server starts, which needs none of it.
+
+    Raises:
+        SystemExit: 2 after one line.
+    """
+    if not cli.starts_rank(args, 1) and cli.starts_rank(args, 0):
+        return None
+    language = require_language(args)
+    require_model(language, args)
+    return language
+
+
 def require_language(args):
     """The language, if it can be read and fills the columns of all trainers; else refuse it."""
     n_trainers, speaker = args.world_size - 1, first_trainer_here(args)

@@ -1,9 +1,10 @@
-"""What `main.py --check` records of a training: the lesson's own, in its own processes.
+"""What `--check` records of a training: the program's own, in its own processes.
 
 Each trainer writes down what it reads, its losses, and after every step its gradients and weights;
 the first one also those of the tables on the server.
 """
 
+import importlib
 import time
 import weakref
 
@@ -14,22 +15,22 @@ from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from rpc_rnn import data
-from rpc_rnn import main as lesson
+from rpc_rnn import data, results
+from rpc_rnn import main as tutorial
 
 EVALUATION_S = 0.5  # that each evaluation is made to last: the time of the training must exclude it
 STEP_S = 0.02  # that the first trainer waits before its step: who does not wait sees old tables
 
 
 def record_run(rank, world_size, args):
-    """Run the lesson's worker on a `shortened` text.
+    """Run the worker of `args.program` on a `shortened` text.
 
     Returns:
         On rank 1, what the `Recorder`s of all trainers have, and the metrics; elsewhere None.
     """
     recorder = Recorder(rank, world_size)
     recorder.install()
-    metrics = lesson.run_worker(rank, world_size, args)
+    metrics = importlib.import_module(args.program).run_worker(rank, world_size, args)
     return (recorder.of_all, metrics) if rank == 1 else None
 
 
@@ -58,21 +59,24 @@ class Recorder:
         self.model, self.initial, self.entries, self.of_all = None, None, [], None
 
     def install(self):
-        """Let this process, which ends after the check, record what the lesson does."""
+        """Let this process, which ends after the check, record what the program does."""
         recorder = self
 
-        class RNNModel(lesson.RNNModel):
-            def __init__(self, *args):
-                super().__init__(*args)
-                recorder.model = weakref.proxy(self)  # a DDP must not outlive its group
-                recorder.initial = recorder.look("weights")
+        def recorded(model_class):
+            class Recorded(model_class):
+                def __init__(self, *args):
+                    super().__init__(*args)
+                    recorder.model = weakref.proxy(self)  # a DDP must not outlive its group
+                    recorder.initial = recorder.look("weights")
 
-            def forward(self, data, hidden):
-                recorder.entries.append({
-                    "training": torch.is_grad_enabled(), "data": data.clone(),
-                    "hidden": torch.stack([state.detach().cpu() for state in hidden]),
-                    "with history": any(state.requires_grad for state in hidden)})
-                return super().forward(data, hidden)
+                def forward(self, data, hidden):
+                    recorder.entries.append({
+                        "training": torch.is_grad_enabled(), "data": data.clone(),
+                        "hidden": torch.stack([state.detach().cpu() for state in hidden]),
+                        "with history": any(state.requires_grad for state in hidden)})
+                    return super().forward(data, hidden)
+
+            return Recorded
 
         class Context(dist_autograd.context):
             def __enter__(self):
@@ -92,25 +96,25 @@ class Recorder:
                 target = inputs[1].cpu().flatten()
                 recorder.entries[-1] |= {"target": target, "loss": loss.item()}
 
-        def step(opt, context_id, honest=DistributedOptimizer.step):
+        def step(opt, context_id, original=DistributedOptimizer.step):
             if recorder.rank == 1 and recorder.world_size > 2:
                 time.sleep(STEP_S)
-            return honest(opt, context_id)
+            return original(opt, context_id)
 
-        def evaluate(*args, honest=lesson.evaluate):
+        def evaluate(*args, original=results.evaluate):
             time.sleep(EVALUATION_S)
-            return honest(*args)
+            return original(*args)
 
-        def run_trainer(*args, honest=lesson.run_trainer):
-            metrics = honest(*args)
+        def run_trainer(rank, world_size, args, model_class=tutorial.RNNModel, *how,
+                        original=tutorial.run_trainer):
+            metrics = original(rank, world_size, args, recorded(model_class), *how)
             recorder.gather()
             return metrics
 
         nn.modules.module.register_module_forward_hook(after_a_loss)
-        lesson.RNNModel, dist_autograd.context = RNNModel, Context
-        lesson.evaluate, lesson.run_trainer = evaluate, run_trainer
-        DistributedOptimizer.step = step
-        lesson.load_language = lambda args: shortened(data.load_language(args), args)
+        dist_autograd.context, results.evaluate = Context, evaluate
+        tutorial.run_trainer, DistributedOptimizer.step = run_trainer, step
+        tutorial.load_language = lambda args: shortened(data.load_language(args), args)
 
     def gather(self):
         """What all trainers have recorded, on the first one."""
@@ -143,7 +147,7 @@ def look_up(part_rref, what, context_id):
 def tensors_of(module, what, context_id):
     """Copies of the weights, or of the gradients, by name.
 
-    Gradients are in the context; with `--prefetch`, those of the table are in `.grad`.
+    Gradients are in the context; with `prefetch.py`, those of the table are in `.grad`.
     """
     tensors = dict(module.named_parameters())
     if what == "gradients":

@@ -1,29 +1,54 @@
-"""What several trainers need: one pair of tables for all, and the step of their global batch.
+"""main.py with several trainers: one pair of tables for all, and the step of their global batch.
 
-DDP keeps the trainers' LSTMs equal: it averages their gradients in the backward pass. The tables
-exist once, on the server, where each trainer's backward pass leaves gradients in a context of its
-own. Average these before the step, and nobody reads a table while it changes:
+Each trainer reads columns of its own. DDP keeps the trainers' LSTMs equal: it averages their
+gradients in the backward pass. The tables exist once, on the server, where each trainer's backward
+pass leaves gradients in a context of its own. These are averaged before the step, and nobody reads
+a table while it changes:
 
     dist_autograd.backward(context_id, [loss])
     average_table_gradients(model, context_id)    waits for all; the first context has the average
     opt.step(context_id)                          the first trainer's optimizer steps the tables
     dist.barrier()                                now the next step may look them up
+
+The shorter way, where everyone steps at will, ends in "modified by an inplace operation".
+
+    python rpc_rnn/several_trainers.py --world_size 3          two trainers, all processes here
+    python rpc_rnn/several_trainers.py --check                 the same numbers as one process?
+    torchrun --nproc_per_node 3 rpc_rnn/several_trainers.py    under torchrun
+
+Last line: loss 2.30 -> ... | validation perplexity ... | ..., 9 RPC round trips a step
+
+A step reads the columns of all trainers. On 2 cores, where trainers wait for each other and for the
+server, this wins nothing: one trainer makes 112 steps/s, two make 105 together (docs/beyond.md,
+`python -m benchmarks.growth`). It is for trainers on machines of their own.
 """
 
 import threading
 import weakref
+from argparse import Namespace
 
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
+from common.cli import Parser
+from common.program import run_program
+from common.session import device_for, group_options, rpc_options
+from torch import nn
 from torch.distributed import rpc
+from torch.distributed.optim import DistributedOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from rpc_rnn import main as tutorial
+from rpc_rnn.data import require_inputs
+from rpc_rnn.main import Decoder, EmbeddingTable, role_name
+from rpc_rnn.results import finish, optimizer_class, require_checkpoint
 
 _parts = weakref.WeakValueDictionary()  # they live as long as a trainer refers to them
 _parts_lock = threading.Lock()
 
 
-def the_only(part_class, *args):
-    """On the server: the run's only `part_class`, made for whichever trainer asks first."""
+def get_or_create(part_class: type, *args) -> tutorial.Part:
+    """On the server: return the only `part_class`, made for whichever trainer asks first."""
     with _parts_lock:
         if part_class not in _parts:
             part = _parts[part_class] = part_class(*args)
@@ -31,7 +56,54 @@ def the_only(part_class, *args):
         return _parts[part_class]
 
 
-def average_table_gradients(model, context_id):
+class SharedRNNModel(tutorial.RNNModel):
+    """The model of one of several trainers."""
+
+    def __init__(self, ps: str, ntoken: int, ninp: int, nhid: int, nlayers: int,
+                 dropout: float = 0.5, seed: int = 0, device: str = "auto"):
+        nn.Module.__init__(self)  # not RNNModel's: each trainer would make tables of its own
+        self.nlayers, self.nhid, self.device = nlayers, nhid, device_for(device)
+        self.emb_table_rref = rpc.remote(
+            ps, get_or_create, args=(EmbeddingTable, ntoken, ninp, dropout, 3 * seed, device))
+        torch.manual_seed(3 * seed + 1)  # the same weights on every trainer
+        between_layers = dropout if nlayers > 1 else 0
+        rnn = nn.LSTM(ninp, nhid, nlayers, dropout=between_layers).to(self.device)
+        self.rnn = DDP(rnn, device_ids=[self.device] if self.device.type == "cuda" else None)
+        self.decoder_rref = rpc.remote(
+            ps, get_or_create, args=(Decoder, ntoken, nhid, dropout, 3 * seed + 2, device))
+
+    def parameter_rrefs(self) -> list[rpc.RRef]:
+        """Return those of all parameters on the first trainer, elsewhere those of the LSTM."""
+        if dist.get_rank() == 0:
+            return super().parameter_rrefs()
+        return [rpc.RRef(param) for param in self.rnn.parameters()]
+
+    def make_optimizer(self, args: Namespace) -> DistributedOptimizer:
+        """Make an optimizer for the global batch; only the first trainer's has the tables."""
+        return GlobalBatchOptimizer(self, optimizer_class(args), self.parameter_rrefs(),
+                                    lr=args.lr)
+
+
+class GlobalBatchOptimizer(DistributedOptimizer):
+    """An optimizer that steps with the average of all trainers.
+
+    Args:
+        model: the `SharedRNNModel` of this trainer.
+        others: as for `DistributedOptimizer`.
+    """
+
+    def __init__(self, model: SharedRNNModel, *others, **options):
+        super().__init__(*others, **options)
+        self.model = model
+
+    def step(self, context_id: int) -> None:
+        """Step when all trainers have gradients; return when all have stepped."""
+        average_table_gradients(self.model, context_id)
+        super().step(context_id)
+        dist.barrier()  # nobody looks up the tables before they have changed
+
+
+def average_table_gradients(model: SharedRNNModel, context_id: int) -> None:
     """Average, in the first trainer's context, what all backward passes have left on the server.
 
     Args:
@@ -56,10 +128,34 @@ def _average(part_rref, context_ids):
         first[param] /= len(context_ids)
 
 
-def mean_over_trainers(number):
-    """The mean of one number of each trainer, each of which stands for equally many tokens."""
-    if not dist.is_initialized():
-        return number
-    numbers = [None] * dist.get_world_size()
-    dist.all_gather_object(numbers, number)
-    return sum(numbers) / len(numbers)
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Rank 0 serves; the others train, and the first of them returns the metrics."""
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, tutorial.RPC_THREADS))
+    metrics = None
+    if rank != 0:
+        # A group for DDP, in which rank 1 is first.
+        dist.init_process_group(**group_options(args, device_for(args.device)), rank=rank - 1,
+                                world_size=world_size - 1)
+        metrics = tutorial.run_trainer(rank, world_size, args, SharedRNNModel)
+        dist.destroy_process_group()  # no DDP may be left: pytorch/pytorch issue 56297
+    rpc.shutdown()
+    return metrics
+
+
+def build_parser() -> Parser:
+    """Make the parser of the flags of main.py, for more processes."""
+    parser = tutorial.build_parser("rpc_rnn_several_trainers", __doc__)
+    parser.set_defaults(world_size=3)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    args = build_parser().parse_args(argv)
+    require_checkpoint(args, require_inputs(args))
+    return run_program(run_worker, args, role_name, finish)
+
+
+if __name__ == "__main__":
+    main()

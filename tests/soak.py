@@ -66,7 +66,7 @@ class Program(NamedTuple):
 
 
 PROGRAMS = [
-    Program("rpc_rl.main", "--max_episodes 40 --log_interval 5 --reward_threshold 499",
+    Program("rpc_rl.fast", "--max_episodes 40 --log_interval 5 --reward_threshold 499",
             "agent observer1 observer2", 0, "rewards running_rewards running_reward env_steps"),
     Program("rpc_rnn.main", f"--epochs 6 --dropout 0.2 --nhid 32 --corpus {ROOT}/README.md",
             "ps trainer", 1, "epochs initial_val_loss perplexity sample"),
@@ -74,7 +74,7 @@ PROGRAMS = [
     Program("param_server.main", "--world_size 2 --epochs 2 --batch_size 100",
             "parameter_server trainer1", 0, "epochs test_accuracy"),
     # Three ranks: the sum of two numbers is the same in any order.
-    Program("p2p_collectives.train", "--world_size 3 --epochs 4 --sync ddp",
+    Program("p2p_collectives.train_ddp", "--world_size 3 --epochs 4",
             "rank0 rank1 rank2", 0, "epochs test_accuracy"),
     Program("ddp_basic.elastic", "--world_size 3 --epochs 5 --global_batch_size 33",
             "rank0 rank1 rank2", 0, "history loss test_accuracy", resume=""),
@@ -709,7 +709,7 @@ server were to hold what they had held after the second. They held {held}.
 ## What this does not show
 
 - A power cut, a network drive and a GPU were not tried.
-- Several trainers of `param_server/main.py`, and several of `rpc_rnn/main.py` with dropout, which the server draws in
+- Several trainers of `param_server/main.py`, and those of `rpc_rnn/several_trainers.py` with dropout, which the server draws in
   the order of their calls: no two of these trainings are alike, so there is nothing to compare.
 """
 

@@ -7,11 +7,14 @@ from argparse import Namespace
 
 import pytest
 import torch
+from common.program import run_program
 from common.session import wait_all
 from torch.futures import Future
 
+from batch_rl import double_buffering, fast, until_solved, vector
 from batch_rl import main as batch_rl
-from batch_rl.vector_agent import Environments, VectorAgent
+from batch_rl.results import finish_training
+from batch_rl.vector import Environments, VectorAgent
 from benchmarks import batch_rl as benchmark
 from benchmarks import one_process
 from tests.helpers import bad, commands_in, end, run, running, script, torchrun
@@ -144,19 +147,20 @@ def test_wait_all_raises_at_once():
 # --- what it computes
 
 
-@pytest.mark.parametrize("flags", [
-    ["--observers", "5"], ["--observers", "2", "--envs_per_observer", "3", "--gamma", "1"],
+@pytest.mark.parametrize(("program", "flags", "comparisons"), [
+    (batch_rl, "--observers 5", 17), (batch_rl, "--observers 2 --envs_per_observer 3 --gamma 1", 17), (fast, "", 17),
+    (vector, "--observers 2 --envs_per_observer 6 --gamma 1", 13), (vector, "--envs sync --envs_per_observer 2", 13),
+    (double_buffering, "--envs_per_observer 4", 13), (double_buffering, "--envs sync --envs_per_observer 2", 13),
+    (until_solved, "", 13),
 ])
-def test_check_passes(flags, capfd, tmp_path):
-    differences = batch_rl.main(["--check", "--output_dir", str(tmp_path), *flags])
-    for which in ("train, plain agent", "compare, fast agent", "compare, plain agent",
-                  "compare, vector environments", "train, double buffering"):
-        assert differences[f"{which}, states"] == differences[f"{which}, actions"] == 0
-        assert differences[f"{which}, returns"] < 1e-12
-        assert differences[f"{which}, gradients"] < 1e-9
-        assert differences[f"{which}, weights"] < 1e-9
+def test_check_passes(program, flags, comparisons, capfd, tmp_path):
+    differences = program.main(["--check", "--output_dir", str(tmp_path), *flags.split()])
+    assert differences["states"] == differences["actions"] == 0
+    assert differences["returns"] < 1e-12
+    assert differences["gradients"] < 1e-9
+    assert differences["weights"] < 1e-9
     out, err = capfd.readouterr()
-    assert out.count(": ok\n") == len(differences) == 73
+    assert out.count(": ok\n") == len(differences) == comparisons
     assert err == ""
 
 
@@ -179,11 +183,16 @@ def test_compare(tmp_path):
     assert min(width, height) > 300
 
 
+def train_plain(rank, world_size, args):
+    """The training of until_solved.py, with main.py's agent."""
+    return until_solved.run_worker(rank, world_size, args, batch_rl.Agent)
+
+
 def test_it_learns_and_one_seed_gives_one_training(tmp_path):
     """Also that observers play in different environments: with equal ones all rewards would be whole numbers."""
-    flags = ["--mode", "train", "--observers", 2, "--envs_per_observer", 8, "--envs", "plain", "--num_steps", 100]
-    flags = [*map(str, flags), "--reward_threshold", "40", "--output_dir", str(tmp_path)]
-    first, second = (batch_rl.main([*flags, "--max_episodes", episodes]) for episodes in ("60", "3"))
+    flags = ["--envs_per_observer", "8", "--num_steps", "100", "--lr", "0.01", "--reward_threshold", "40", "--output_dir", str(tmp_path)]
+    first, second = (run_program(train_plain, until_solved.build_parser().parse_args([*flags, "--max_episodes", episodes]),
+                                 batch_rl.role_name, finish_training) for episodes in ("60", "3"))
     assert first["solved"]
     assert first["running_rewards"][-1] > 40  # without learning, about 20
     assert not second["solved"]
@@ -194,11 +203,17 @@ def test_it_learns_and_one_seed_gives_one_training(tmp_path):
     assert min(width, height) > 300
 
 
-@pytest.mark.parametrize("flags", [["--envs", "vector"], ["--envs", "sync", "--double_buffering"]])
-def test_one_seed_gives_one_training_to_the_last_digit(flags, tmp_path):
+def train_double_buffered(rank, world_size, args):
+    """The training of until_solved.py, with double buffering."""
+    return until_solved.run_worker(rank, world_size, args, double_buffering.DoubleBufferedAgent)
+
+
+@pytest.mark.parametrize(("run_worker", "envs"), [(until_solved.run_worker, "vector"), (train_double_buffered, "sync")])
+def test_one_seed_gives_one_training_to_the_last_digit(run_worker, envs, tmp_path):
     """Rewards of many episodes, which depend on all digits of the weights; also that it learns."""
-    flags = [*flags, "--mode", "train", "--observers", "2", "--envs_per_observer", "8", "--num_steps", "60", "--reward_threshold", "45"]
-    first, second = (batch_rl.main([*flags, "--output_dir", str(tmp_path)]) for _ in range(2))
+    flags = ["--envs", envs, "--envs_per_observer", "8", "--num_steps", "60", "--lr", "0.01", "--reward_threshold", "45"]
+    args = until_solved.build_parser().parse_args([*flags, "--output_dir", str(tmp_path)])
+    first, second = (run_program(run_worker, args, batch_rl.role_name, finish_training) for _ in range(2))
     assert first["solved"]
     assert first["episodes"] > 5
     assert first["rewards"] == second["rewards"]
@@ -258,16 +273,9 @@ def test_two_terminals(free_port, tmp_path):
 @pytest.mark.parametrize(("flags", "says"), [
     *(bad("--observers", value, says=("--observers", value, "at least 1")) for value in ("0", "two", "1.5")),
     *(bad(f"--{flag}", "0", says=(f"--{flag}", "'0'", "at least 1"))
-      for flag in ("envs_per_observer", "num_episode", "num_steps", "max_episodes", "log_interval")),
+      for flag in ("envs_per_observer", "num_episode", "num_steps")),
     bad("--observers", "2", "--world_size", "6", says=("--observers", "2", "must be 5 with --world_size 6")),
-    bad("--mode", "train", "--observers", "2", "5", says=("--observers 2 5", "a single number", "train")),
     bad("--check", "--observers", "2", "5", says=("--observers 2 5", "a single number", "--check")),
-    bad("--mode", "train", "--num_steps", "400", says=("--num_steps", "400", "475")),
-    bad("--agent", "plain", "--envs", "vector", says=("--envs vector", "--agent fast")),
-    bad("--double_buffering", "--envs", "plain", says=("--double_buffering", "--envs plain")),
-    bad("--double_buffering", "--agent", "plain", says=("--double_buffering", "--agent plain")),
-    bad("--double_buffering", "--envs_per_observer", "3", says=("--double_buffering", "--envs_per_observer 3", "odd")),
-    bad("--mode", "learn", says=("--mode", "learn", "compare")),
     *(bad("--gamma", value, says=("--gamma", value, "at most 1")) for value in ("1.5", "nan")),
     bad("--lr", "0", says=("--lr", "0", "above 0")),
     bad("--world_size", "1", says=("--world_size", "1", "at least 2")),
@@ -276,6 +284,17 @@ def test_two_terminals(free_port, tmp_path):
 ])
 def test_bad_input(flags, says, refused):
     refused(batch_rl.main, flags, says)
+
+
+@pytest.mark.parametrize(("program", "flags", "says"), [
+    (vector, "--envs plain", ("--envs", "plain", "sync")),
+    (double_buffering, "--envs_per_observer 3", ("--envs_per_observer 3", "even")),
+    (until_solved, "--num_steps 400", ("--num_steps", "400", "475")),
+    (until_solved, "--max_episodes 0", ("--max_episodes", "'0'", "at least 1")),
+    (until_solved, "--log_interval 0", ("--log_interval", "'0'", "at least 1")),
+])
+def test_bad_input_of_a_variant(program, flags, says, refused):
+    refused(program.main, flags.split(), says)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the agent's policy is on it")

@@ -206,13 +206,13 @@ def test_checkpoint_is_read_safely_onto_this_ranks_device(one_rank, tmp_path, mo
 
     monkeypatch.setattr(torch, "load", recorded)
     args = parsed(ddp_basic, tmp_path, "--world_size", 1, "--device", "cpu")
-    args.private_path = tmp_path / "private"
     ddp_basic.setup(0, 1, args)
     losses = ddp_basic.demo_checkpoint(0, 1, args)
     assert losses == ddp_basic.demo_basic(0, 1, args)  # the same weights have been loaded
     ddp_basic.cleanup()
-    assert calls == [(args.private_path, {"map_location": torch.device("cpu"), "weights_only": True})]
-    assert not args.private_path.exists()
+    path = args.output_dir.resolve() / f".model.{os.getpid()}.tmp"
+    assert calls == [(path, {"map_location": torch.device("cpu"), "weights_only": True})]
+    assert not path.exists()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: all ranks share it")
@@ -255,8 +255,8 @@ def test_timeout_is_told_in_words(tmp_path, capfd):
     *_, told, last = capfd.readouterr().err.splitlines()
     assert told.startswith("RuntimeError: step 1: rank 0 waited 3 s in backward() for the gradients of a slower rank")
     assert "--timeout" in told
-    assert last.startswith("error: rank 0 (rank0) has waited for 3 s at ddp_basic/skew.py:")
-    assert "rank 1 (rank1) is at ddp_basic/skew.py:" in last  # in its sleep
+    assert last.startswith("error: rank 0 (rank0) has waited for 3 s at ddp_basic/main.py:")
+    assert "rank 1 (rank1) is at ddp_basic/main.py:" in last  # in its sleep
     assert list(tmp_path.iterdir()) == []
 
 

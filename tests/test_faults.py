@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from common import cli
 from common.launcher import launch, start
 
@@ -54,7 +55,7 @@ class Program(NamedTuple):
 
 PROGRAMS = [
     Program("rpc_rl.main", "--max_episodes 100000 --reward_threshold 499", "agent observer1 observer2",
-            {"agent": "rpc_rl.main:Agent.finish_episode", "observer1": "rpc_rl.fast_agent:FastObserver.run_episode"}),
+            {"agent": "rpc_rl.main:Agent.finish_episode", "observer1": "rpc_rl.main:Observer.run_episode"}),
     Program("batch_rl.main", "--observers 1 --num_episode 100000 --num_steps 20", "agent observer1",
             {"agent": "batch_rl.main:Agent.finish_episode", "observer1": "batch_rl.main:Observer.run_episode"}),
     Program("ddp_rpc_hybrid.main", "--epochs 100000", "trainer0 trainer1 master ps",
@@ -71,12 +72,20 @@ PROGRAMS = [
             "parameter_server trainer1 trainer2",
             {"parameter_server": "param_server.batch_update:BatchUpdateParameterServer.update_and_fetch_model",
              "trainer2": "param_server.batch_update:Trainer.set_model"}),
-    Program("rpc_rnn.main", "--epochs 100000 --world_size 3", "ps trainer1 trainer2",
+    Program("rpc_rnn.main", "--epochs 100000", "ps trainer",
+            {"ps": "rpc_rnn.main:EmbeddingTable.forward", "trainer": "rpc_rnn.main:RNNModel.forward"}),
+    Program("rpc_rnn.prefetch", "--epochs 100000", "ps trainer",
+            {"ps": "rpc_rnn.main:Decoder.forward", "trainer": "rpc_rnn.prefetch:PrefetchingOptimizer.step"}),
+    Program("rpc_rnn.several_trainers", "--epochs 100000", "ps trainer1 trainer2",
             {"ps": "rpc_rnn.main:EmbeddingTable.forward", "trainer2": "rpc_rnn.main:RNNModel.forward"}),
     Program("model_parallel_resnet.main", "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000",
             "master worker1 worker2",
-            {"master": "model_parallel_resnet.early_backward:EarlyResNet50.forward",
+            {"master": "model_parallel_resnet.main:DistResNet50.forward",
              "worker2": "model_parallel_resnet.main:ResNetShard2.forward"}),
+    Program("model_parallel_resnet.early_backward",
+            "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000", "master worker1 worker2",
+            {"master": "model_parallel_resnet.early_backward:EarlyResNet50.forward",
+             "worker2": "model_parallel_resnet.early_backward:ShardOptimizer.add"}),
     Program("model_parallel_resnet.schedules", "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000",
             "stage0 stage1", {"stage1": "model_parallel_resnet.schedules:Pipeline.train_step"}),
     Program("ddp_basic.main", "--demo basic --steps 10000000", "rank0 rank1",
@@ -86,8 +95,12 @@ PROGRAMS = [
             {"rank1": "ddp_basic.fsdp:batches_of"}),
     Program("p2p_collectives.main", "--demo collectives --world_size 3", "rank0 rank1 rank2",
             {"rank2": "p2p_collectives.main:numbers"}),
-    Program("p2p_collectives.train", "--epochs 100000 --sync per_parameter", "rank0 rank1",
+    Program("p2p_collectives.train", "--epochs 100000", "rank0 rank1",
             {"rank1": "p2p_collectives.train:average_gradients"}),
+    Program("p2p_collectives.train_flat", "--epochs 100000", "rank0 rank1",
+            {"rank1": "p2p_collectives.train_flat:average_gradients"}),
+    Program("p2p_collectives.train_ddp", "--epochs 100000", "rank0 rank1",
+            {"rank1": "p2p_collectives.train:Net.forward"}),
     Program("p2p_collectives.ring_allreduce", "--sizes 65536 --repeats 1000000 --world_size 2", "rank0 rank1",
             {"rank1": "p2p_collectives.fast_ring:RingAllReduce.__call__"}),
     Program("p2p_collectives.shared_memory", "--sizes 65536 --repeats 1000000 --world_size 2", "rank0 rank1",
@@ -253,7 +266,7 @@ def test_end_of_a_group(lesson, fault, clean, tmp_path, capfd):
 @pytest.mark.parametrize("runs", [
     [("ddp_rpc_hybrid.main", "trainer1", "lock"), ("ddp_rpc_hybrid.main", "ps", "lock"),
      ("param_server.main", "parameter_server", "lock")],
-    [("rpc_rnn.main", "ps", "lock"), ("model_parallel_resnet.main", "worker2", "lock"),
+    [("rpc_rnn.several_trainers", "ps", "lock"), ("model_parallel_resnet.main", "worker2", "lock"),
      ("model_parallel_resnet.schedules", "stage1", "lock")],
     [("ddp_rpc_hybrid.sharded_table", "trainer1", "lock"), ("ddp_basic.elastic", "rank1", "lock"),
      ("ddp_basic.fsdp", "rank1", "lock")],
@@ -312,7 +325,7 @@ def test_standstill(clean, tmp_path, capfd):
 @pytest.mark.parametrize("runs", [
     [("rpc_rl.main", 0.5), ("batch_rl.main", 0.5), ("param_server.main", 0.5)],
     [("ddp_rpc_hybrid.main", 0.5), ("ddp_rpc_hybrid.main", 3.0)],
-    [("param_server.batch_update", 0.5), ("rpc_rnn.main", 0.5)],
+    [("param_server.batch_update", 0.5), ("rpc_rnn.several_trainers", 0.5)],
 ], ids=lambda runs: runs[0][0])
 def test_no_standstill(runs, clean, tmp_path, capfd):
     """Neither is that main threads wait for a whole training, nor that steps are slow: a signal must end the run."""
@@ -416,7 +429,8 @@ def test_slow_role(lesson, role, function, words, clean, tmp_path, capfd):
     """A rank that lives, beats and keeps the others waiting is named, too: nobody takes it for dead."""
     program = named(lesson)
     if lesson == "batch_rl.main":  # another observer, to be kept waiting
-        program = program._replace(flags=f"{program.flags} --observers 2", roles=f"{program.roles} observer2")
+        program = program._replace(lesson="batch_rl.fast", flags=f"{program.flags} --observers 2",
+                                   roles=f"{program.roles} observer2")
     run = Run(program._replace(raises={role: function}), tmp_path, "sleep", role, timeout_s=TIMEOUT_S)
     run.disturb()
     err = capfd.readouterr().err
@@ -432,6 +446,7 @@ def launcher(program, folder, timeout_s=TIMEOUT_S):
     if pid:
         return pid
     os.setsid()
+    torch.set_num_threads(1)  # the threads of OpenMP are not there any more, and it would wait for them
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's

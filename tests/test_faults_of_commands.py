@@ -318,7 +318,8 @@ def test_odd_temporary_folders(tmp_path):
         for name in ODD.values():
             folder = tmp_path / os.fsdecode(name)
             folder.mkdir()
-            runs.append((folder, stack.enter_context(running(command, tmp_path, env={"TMPDIR": str(folder)}))))
+            runs.append((folder, stack.enter_context(
+                running(command, tmp_path, env={"TMPDIR": str(folder)}, cold=True))))
         for folder, run in runs:
             _, err = run.communicate(timeout=40)
             assert (run.returncode, err) == (0, ""), folder
@@ -389,7 +390,7 @@ def test_no_inodes(inodes, tmp_path):
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("needs root to mount a file system")
     try:
-        with running(script("tests/phases.py"), tmp_path, env={"TMPDIR": str(tmp_path / "small")}) as run:
+        with running(script("tests/phases.py"), tmp_path, env={"TMPDIR": str(tmp_path / "small")}, cold=True) as run:
             _, err = run.communicate(timeout=40)
             assert (run.returncode, err) in [
                 (1, "error: cannot start 2 processes: No space left on device\n"), (0, "")]

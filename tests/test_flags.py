@@ -18,7 +18,7 @@ import common
 import hypothesis
 import pytest
 import torch
-from common import data, limits, report
+from common import data, limits, program, report
 from common.vision import import_torchvision
 from hypothesis import strategies
 
@@ -31,12 +31,16 @@ from param_server import data as param_server_data
 from param_server import main as param_server
 from rpc_rnn import data as rpc_rnn_data
 from rpc_rnn.data import load_language
-from rpc_rnn.saving import LocalRNNModel
+from rpc_rnn.results import LocalRNNModel
 from tests.helpers import ROOT, run
 
-# Every program, and what it calls when its input is good.
+# Every program, and what it calls when its input is good, other than `run_program`.
 PROGRAMS = {
-    "batch_rl.main": ["launch"],
+    "batch_rl.double_buffering": [],
+    "batch_rl.fast": [],
+    "batch_rl.main": [],
+    "batch_rl.until_solved": [],
+    "batch_rl.vector": [],
     "benchmarks.batch_rl": ["launch"],
     "benchmarks.ddp_rpc_hybrid": ["train"],
     "benchmarks.ddp_rpc_hybrid_tables": ["train"],
@@ -49,26 +53,32 @@ PROGRAMS = {
     "benchmarks.rpc_rl_seeds": ["train"],
     "benchmarks.rpc_rnn": ["launch"],
     "benchmarks.start": ["measure"],
-    "ddp_basic.elastic": ["launch"],
-    "ddp_basic.fsdp": ["launch"],
-    "ddp_basic.main": ["launch"],
-    "ddp_rpc_hybrid.main": ["launch"],
-    "ddp_rpc_hybrid.sharded_table": ["launch"],
-    "model_parallel_resnet.main": ["launch"],
-    "model_parallel_resnet.schedules": ["launch"],
+    "ddp_basic.elastic": [],
+    "ddp_basic.fsdp": [],
+    "ddp_basic.main": [],
+    "ddp_rpc_hybrid.main": [],
+    "ddp_rpc_hybrid.sharded_table": [],
+    "model_parallel_resnet.early_backward": [],
+    "model_parallel_resnet.main": [],
+    "model_parallel_resnet.schedules": [],
     "model_parallel_resnet.single_machine": ["train_toy"],
-    "p2p_collectives.init_methods": ["launch"],
-    "p2p_collectives.main": ["launch"],
-    "p2p_collectives.ring_allreduce": ["launch"],
-    "p2p_collectives.shared_memory": ["launch"],
-    "p2p_collectives.train": ["launch"],
-    "param_server.async_server": ["run_program"],
-    "param_server.batch_update": ["run_program"],
-    "param_server.bounded_server": ["run_program"],
-    "param_server.flat_update": ["run_program"],
-    "param_server.main": ["run_program"],
-    "rpc_rl.main": ["launch"],
-    "rpc_rnn.main": ["launch"],
+    "p2p_collectives.init_methods": [],
+    "p2p_collectives.main": [],
+    "p2p_collectives.ring_allreduce": [],
+    "p2p_collectives.shared_memory": [],
+    "p2p_collectives.train": [],
+    "p2p_collectives.train_ddp": [],
+    "p2p_collectives.train_flat": [],
+    "param_server.async_server": [],
+    "param_server.batch_update": [],
+    "param_server.bounded_server": [],
+    "param_server.flat_update": [],
+    "param_server.main": [],
+    "rpc_rl.fast": [],
+    "rpc_rl.main": [],
+    "rpc_rnn.main": [],
+    "rpc_rnn.prefetch": [],
+    "rpc_rnn.several_trainers": [],
 }
 MEMORY_BYTES = 24_000_000_000  # whatever this machine has
 HANG_S = 20  # for one call of `main`, on a machine that has much else to do
@@ -187,10 +197,12 @@ def stubbed(monkeypatch, tmp_path):
     def accept(*_, **__):
         raise Accepted
 
+    for call in ("launch", "check"):
+        monkeypatch.setattr(program, call, accept)
     for name, calls in PROGRAMS.items():
         module = importlib.import_module(name)
         for call in calls:
-            monkeypatch.setattr(module, call, accept)
+            monkeypatch.setattr(module if hasattr(module, call) else program, call, accept)
         with contextlib.suppress(ModuleNotFoundError):  # what `--check` calls
             oracle = importlib.import_module(f"{name}_check".replace("main_check", "check"))
             monkeypatch.setattr(oracle, "launch", accept, raising=False)
@@ -314,7 +326,7 @@ def torchrun(monkeypatch):
         monkeypatch.setenv(name, "0")
 
 
-DISTRIBUTED = [name for name, calls in PROGRAMS.items() if calls in (["launch"], ["run_program"])]
+DISTRIBUTED = [name for name, calls in PROGRAMS.items() if calls in ([], ["launch"])]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
@@ -330,7 +342,7 @@ def test_one_rank_of_torchrun_says_it_for_longer(name, stubbed, torchrun):
 
 @pytest.mark.parametrize(("name", "flags"), [
     ("rpc_rl.main", ["--output_dir", "/dev/null"]),
-    ("rpc_rnn.main", ["--corpus", "nowhere"]),
+    ("rpc_rnn.several_trainers", ["--corpus", "nowhere"]),
     ("ddp_basic.main", ["--local_batch_size", LARGE]),
     ("param_server.main", ["--data_dir", "folder", "--dataset", "mnist"]),
 ])
@@ -435,7 +447,7 @@ def test_no_place_for_mnist(name, stubbed):
     ("rpc_rl.main", ["--timeout", "10000000"]),
     ("rpc_rl.main", ["--world_size", "33", "--reward_threshold", "100"]),
     ("rpc_rl.main", ["--rank", "1", "--world_size", "1000", "--master_addr", "10.0.0.7", "--reward_threshold", "4"]),
-    ("rpc_rl.main", ["--checkpoint", "y" * 225]),
+    ("rpc_rl.fast", ["--checkpoint", "y" * 225]),
     ("batch_rl.main", ["--observers", "239"]),
     ("rpc_rnn.main", ["--corpus", "text"]),
     ("rpc_rnn.main", ["--nhid", "4000"]),
@@ -469,10 +481,13 @@ def rnn_state():
 
 
 CHECKPOINTS = {
-    "rpc_rl.main": lambda: {"generators": {1: 0, 2: 0}},
+    "rpc_rl.fast": lambda: {"generators": {1: 0, 2: 0}},
     "rpc_rnn.main": rnn_state,
+    "rpc_rnn.prefetch": rnn_state,
+    "rpc_rnn.several_trainers": rnn_state,
     "param_server.main": lambda: {"model": param_server.Net().state_dict(), "epochs": 1},
-    "p2p_collectives.train": lambda: {"model": p2p_train.Net().state_dict(), "epochs": []},
+    **{f"p2p_collectives.{name}": lambda: {"model": p2p_train.Net().state_dict(), "epochs": []}
+       for name in ("train", "train_flat", "train_ddp")},
     "ddp_basic.elastic": lambda: {"model": elastic.build_model(0).state_dict(),
                                   "settings": settings_of_elastic()},
 }
@@ -512,7 +527,7 @@ def test_a_checkpoint_that_cannot_be_read(stubbed, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(torch, "load", denied)
-    assert refusal("rpc_rl.main", ["--checkpoint", "text", "--resume"], stubbed) == (
+    assert refusal("rpc_rl.fast", ["--checkpoint", "text", "--resume"], stubbed) == (
         "error: --checkpoint text must be a file that can be read (permission denied)\n")
 
 
@@ -545,7 +560,8 @@ def some_gpu(monkeypatch):
 ])
 def test_metrics_say_where_the_tensors_were(
         module, flags, backend, device, tmp_path, monkeypatch, some_gpu):
-    monkeypatch.setattr(module, "launch", lambda *_: plausible(backend))
+    launches = module if hasattr(module, "launch") else program  # where the name is looked up
+    monkeypatch.setattr(launches, "launch", lambda *_: plausible(backend))
     module.main([*flags, "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "metrics.json").read_text())["device"] == device
 

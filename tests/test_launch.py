@@ -1,6 +1,7 @@
 """The start of the processes, whatever the example."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import resource
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import cli
-from common.launcher import environment, launch, start, watch
+from common.launcher import channel, environment, launch, start, watch
 from common.launcher.network import interface_towards, is_loopback
 from common.launcher.worker import failure_of
 from common.session import backend_for, group_options, wait_all
@@ -391,3 +392,29 @@ def test_rpc_transports_unknown(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.Parser("example", "").parse_args([])
     assert capsys.readouterr().err == "error: RPC_TRANSPORTS=uv,pigeon must be one or more of shm,ibv,uv\n"
+
+
+class SlowStore:
+    """A store that answers the first question late."""
+
+    def __init__(self, seconds):
+        self.seconds, self.written = seconds, []
+
+    def set(self, key, value):
+        self.written.append(json.loads(value))
+
+    def multi_get(self, keys):
+        time.sleep(self.seconds)
+        self.seconds = 0
+        return [b""] * len(keys)
+
+
+def test_a_launcher_leaves_a_slow_store(monkeypatch):
+    """That it leaves is written also where an earlier question has not been answered yet."""
+    monkeypatch.setattr(channel, "ours", lambda store: store)
+    store = SlowStore(1.5 * channel.BEAT_S)
+    board = channel.Board(store, ["verdict"], "launcher/1")
+    assert not board.exchange()
+    board.take_leave(left=True)
+    board.close()
+    assert store.written[-1]["left"]

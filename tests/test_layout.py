@@ -1,28 +1,35 @@
-"""The rooms of the house: what every lesson's folder has, and what its main program never has."""
+"""The layout: what every lesson's folder has, and what its main program never has."""
 
 import ast
+import graphlib
 import json
 import re
 from pathlib import Path
 
 import pytest
+from common.program import belonging_to
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = [
     "ddp_basic/main.py", "ddp_basic/elastic.py", "ddp_basic/fsdp.py",
     "p2p_collectives/main.py", "p2p_collectives/init_methods.py", "p2p_collectives/ring_allreduce.py",
-    "p2p_collectives/shared_memory.py", "p2p_collectives/train.py",
-    "rpc_rl/main.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
-    "model_parallel_resnet/main.py", "model_parallel_resnet/single_machine.py",
+    "p2p_collectives/shared_memory.py", "p2p_collectives/train.py", "p2p_collectives/train_flat.py",
+    "p2p_collectives/train_ddp.py",
+    "rpc_rl/main.py", "rpc_rl/fast.py", "rpc_rnn/main.py", "rpc_rnn/prefetch.py",
+    "rpc_rnn/several_trainers.py", "param_server/main.py", "param_server/batch_update.py",
+    "model_parallel_resnet/main.py", "model_parallel_resnet/early_backward.py",
+    "model_parallel_resnet/schedules.py", "model_parallel_resnet/single_machine.py",
     "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "ddp_rpc_hybrid/sharded_table.py",
 ]  # fmt: skip
 FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
 FILES = sorted(str(path.relative_to(ROOT)) for folder in (*FOLDERS, "common", "benchmarks", "exercises")
                for path in (ROOT / folder).rglob("*.py")
                if not re.match(r"exercises/\d\d_", str(path.relative_to(ROOT))))  # a learner's own
-RPC = ["rpc_rl/main.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
+RPC = ["rpc_rl/main.py", "rpc_rnn/main.py", "rpc_rnn/several_trainers.py", "param_server/main.py", "param_server/batch_update.py",
        "model_parallel_resnet/main.py", "batch_rl/main.py", "ddp_rpc_hybrid/main.py"]
-GROUPS = [program for program in PROGRAMS if program.startswith(("ddp_basic", "p2p")) or "hybrid" in program]
+VARIANTS = {"p2p_collectives/train_flat.py", "p2p_collectives/train_ddp.py"}  # of programs that join their group
+GROUPS = [program for program in PROGRAMS if program not in VARIANTS
+          and (program.startswith(("ddp_basic", "p2p")) or "hybrid" in program)]
 PLOTTING = {"matplotlib", "sklearn", "pandas"}
 
 
@@ -43,9 +50,7 @@ def parsed(path):
 
 
 def check_of(program):
-    folder, name = program.split("/")
-    stem = name.removesuffix(".py")
-    return f"{folder}/check.py" if stem == "main" else f"{folder}/{stem}_check.py"
+    return f"{program.split('/')[0]}/{belonging_to(ROOT / program, 'check')}.py"
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -95,6 +100,28 @@ def test_a_folder_imports_only_common_and_itself(folder):
     for path in (ROOT / folder).glob("*.py"):
         _, anywhere = imported(ast.parse(path.read_text()))
         assert not {name.split(".")[0] for name in anywhere} & others, path
+
+
+def own_imports(folder):
+    """For each module of a folder, the modules of the same folder that it imports, anywhere."""
+    graph = {}
+    for path in (ROOT / folder).glob("*.py"):
+        _, anywhere = imported(ast.parse(path.read_text()))
+        graph[path.stem] = {name.split(".")[1] for name in anywhere if name.split(".")[0] == folder}
+    return {name: {other for other in others if other in graph} for name, others in graph.items()}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_point_one_way(folder):
+    """A variant imports main, never the other way round: no two files import each other, however indirectly."""
+    graph = own_imports(folder)
+    list(graphlib.TopologicalSorter(graph).static_order())  # CycleError
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_main_imports_no_variant(folder):
+    """What runs is what stands in main.py: of its folder it imports data and results only."""
+    assert own_imports(folder)["main"] <= {"data", "results"}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -43,6 +43,8 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
     "param_server/batch_update.py": ((1, 1), "--arch resnet18 --image_size 32 --num_updates 2"),
     "param_server/flat_update.py": ((1, 1), "--arch resnet18 --image_size 32 --num_updates 2"),
     "rpc_rnn/main.py": ((1, 1), "--epochs 1"),
+    "rpc_rnn/prefetch.py": ((1, 1), "--epochs 1"),
+    "rpc_rnn/several_trainers.py": ((2, 1), "--epochs 1"),
     "model_parallel_resnet/main.py": ((2, 1), "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 1"),
     "model_parallel_resnet/schedules.py": ((1, 1), "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 1"),
     "ddp_basic/main.py": ((1, 1), ""),
@@ -50,12 +52,14 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
     "ddp_basic/fsdp.py": ((1, 1), "--model toy --epochs 1"),
     "p2p_collectives/main.py": ((1, 1), ""),
     "p2p_collectives/train.py": ((1, 1), "--epochs 1"),
+    "p2p_collectives/train_flat.py": ((1, 1), "--epochs 1"),
+    "p2p_collectives/train_ddp.py": ((1, 1), "--epochs 1"),
     "p2p_collectives/ring_allreduce.py": ((1, 1), "--sizes 65536 --repeats 1"),
     "p2p_collectives/shared_memory.py": ((2, 2), "--sizes 65536 --repeats 1"),
     "p2p_collectives/init_methods.py": ((1, 1), "--method env"),
 }
 RPC = ["rpc_rl/main.py", "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "param_server/main.py",
-       "param_server/batch_update.py", "rpc_rnn/main.py", "model_parallel_resnet/main.py"]
+       "param_server/batch_update.py", "rpc_rnn/main.py", "rpc_rnn/prefetch.py", "rpc_rnn/several_trainers.py", "model_parallel_resnet/main.py"]
 
 
 def on_machines(machines, path, way, port, *flags):
@@ -162,7 +166,7 @@ def test_a_long_cable(tmp_path):
 # --- bad cables
 
 FOR_EVER = {"rpc_rl.main": "--max_episodes 100000 --reward_threshold 499 --log_interval 1",
-            "p2p_collectives.train": "--epochs 100000 --sync per_parameter --global_batch_size 512"}
+            "p2p_collectives.train": "--epochs 100000 --global_batch_size 512"}
 SLOWED = {"rpc_rl.main": "rpc_rl.main:Agent.finish_episode", "p2p_collectives.train": "p2p_collectives.train:average_gradients"}
 ROLES = {"rpc_rl.main": ["agent", "observer1"], "p2p_collectives.train": ["rank0", "rank1"]}
 

@@ -2,23 +2,31 @@
 
 import json
 import math
+import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from common import timeline, tracing
 from common.session import device_for
 
 from benchmarks import model_parallel_resnet as benchmark
-from model_parallel_resnet import bubble, check, measuring, schedules, schedules_check
+from model_parallel_resnet import (
+    check,
+    early_backward,
+    measuring,
+    results,
+    schedules,
+    schedules_check,
+)
 from model_parallel_resnet import main as rpc_pipeline
-from model_parallel_resnet.main import DistResNet50, ResNetShard1, ResNetShard2
+from model_parallel_resnet.main import DistResNet50
 from tests.helpers import bad, commands_in, end, run, running, script, torchrun
 
-MAIN, SCHEDULES = "model_parallel_resnet/main.py", "model_parallel_resnet/schedules.py"
+MAIN, EARLY, SCHEDULES = (f"model_parallel_resnet/{name}.py" for name in ("main", "early_backward", "schedules"))
 SMALL = ["--arch", "resnet18", "--image_size", "64", "--batch_size", "8"]
 BRIEF = [*SMALL, "--num_splits", "1", "4", "--num_batches", "1"]
-WHOLE = ["--backward", "whole"]  # the tutorial's order of the work
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,7 +62,7 @@ def test_two_shards_are_the_whole(arch, monkeypatch):
     args = SimpleNamespace(arch=arch, num_classes=10, seed=3)
     monkeypatch.setattr(check, "BLOCKS", rpc_pipeline.ARCHS[arch][1])
     whole = check.whole_resnet(args).eval()
-    first, second = (shard(args, torch.device("cpu")).eval() for shard in (ResNetShard1, ResNetShard2))
+    first, second = (shard.eval() for shard in check.shards_of(args))
     images = torch.randn(2, 3, 64, 64)
     assert torch.equal(second(Here(first(Here(images), 0)), 0), whole(images))
     ours, theirs = check.layers_of_both(args)
@@ -64,8 +72,8 @@ def test_two_shards_are_the_whole(arch, monkeypatch):
 def test_initial_weights_of_both_shards():
     """The tutorial initializes ResNetShard1 only; and no two tensors begin with the same numbers."""
     args = SimpleNamespace(arch="resnet18", num_classes=10, seed=0)
-    convolutions = [module.weight for shard in (ResNetShard1, ResNetShard2)
-                    for module in shard(args, "cpu").modules() if isinstance(module, torch.nn.Conv2d)]
+    convolutions = [module.weight for shard in check.shards_of(args)
+                    for module in shard.modules() if isinstance(module, torch.nn.Conv2d)]
     for weight in convolutions:
         fan_out = weight.shape[0] * weight.shape[2] * weight.shape[3]
         assert weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.1)
@@ -96,7 +104,7 @@ def test_num_split_is_a_number_of_micro_batches(batch_size, num_split, sizes, mo
     monkeypatch.setattr(rpc_pipeline.rpc, "remote", Shard)
     monkeypatch.setattr(rpc_pipeline, "RRef", Here)
     xs = torch.arange(batch_size)
-    assert torch.equal(DistResNet50(num_split, ["worker1", "worker2"], None)(xs), xs)
+    assert torch.equal(DistResNet50(num_split, ["worker1", "worker2"], "resnet18", 10, "cpu", 0)(xs), xs)
     assert seen == sizes
 
 
@@ -104,19 +112,26 @@ def test_spans_wait_for_a_gpu(monkeypatch):
     """A kernel of a GPU is only queued by the line that calls it; a CPU has computed."""
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    monkeypatch.setattr(measuring.timeline, "_spans", [])
-    gpu = torch.device("cuda", 1)
-    with measuring.span("forward", torch.device("cpu")):
-        pass
+    monkeypatch.setattr(timeline, "_spans", [])
+
+    class Stage:
+        stage_index = 0
+
+        def forward_one_chunk(self, number):
+            assert len(waited) == number
+
+        backward_one_chunk = backward_weight_one_chunk = forward_one_chunk
+
+    monkeypatch.setattr(measuring, "record_work", lambda role: None)
+    measuring.record_stages("stage0", Stage)
+    stage, gpu = Stage(), torch.device("cuda", 1)
+    stage.device = torch.device("cpu")
+    stage.forward_one_chunk(0)
     assert waited == []
-    with measuring.span("forward", gpu):
-        assert waited == []
+    stage.device = gpu
+    stage.forward_one_chunk(0)
     assert waited == [gpu]
-    assert [span["kind"] for span in measuring.timeline._spans] == ["forward", "forward"]
-    monkeypatch.setattr(measuring.timeline, "_spans", None)
-    with measuring.span("forward", gpu):
-        pass
-    assert waited == [gpu]  # without a timeline there is nothing to wait for
+    assert [span["kind"] for span in timeline._spans] == ["forward", "forward"]
 
 
 def test_devices(monkeypatch):
@@ -144,7 +159,7 @@ def made_up_batch(*spans):
 def parts(spans):
     """What is not 0."""
     return {worker: {part: seconds for part, seconds in of_worker.items() if seconds}
-            for worker, of_worker in bubble.parts_of(spans, ["worker1", "worker2"], (0, 20)).items()}
+            for worker, of_worker in measuring.parts_of(spans, ["worker1", "worker2"], (0, 20)).items()}
 
 
 def test_the_parts_of_a_batch():
@@ -177,9 +192,9 @@ def test_the_parts_of_a_batch_with_two_pieces_at_a_time():
 
 
 @pytest.mark.parametrize(("main", "flags"), [
-    (rpc_pipeline.main, ["--num_splits", "3"]), (rpc_pipeline.main, ["--num_splits", "3", *WHOLE]),
+    (rpc_pipeline.main, ["--num_splits", "3"]), (early_backward.main, ["--num_splits", "3"]),
     *((schedules.main, ["--num_splits", "2", "--schedule", name]) for name in schedules.SCHEDULES)],
-    ids=["rpc", "rpc-whole", *schedules.SCHEDULES])
+    ids=["rpc", "early", *schedules.SCHEDULES])
 def test_check_passes(main, flags, capfd, tmp_path):
     differences = main(["--check", "--arch", "resnet18", *flags, "--output_dir", str(tmp_path)])
     assert {"data", "micro-batches", "outputs", "losses", "weights", "running statistics", "layers",
@@ -209,9 +224,9 @@ class PlainOptimizer:
         self.optimizer.step()
 
 
-def record_with_plain_optimizer(rank, world_size, args):
+def record_with_plain_optimizer(program, rank, world_size, args):
     rpc_pipeline.DistributedOptimizer = PlainOptimizer
-    return honest_record(rank, world_size, args)
+    return original_record(program, rank, world_size, args)
 
 
 def run_with_plain_optimizer(rank, world_size, args):
@@ -222,7 +237,7 @@ def run_with_plain_optimizer(rank, world_size, args):
 def record_without_scaling(rank, world_size, args):
     unscaled = partial(schedules.ScheduleGPipe, scale_grads=False)
     schedules.ScheduleGPipe, schedules.SCHEDULES["gpipe"] = unscaled, (unscaled, [[0], [1]])
-    return honest_schedules_record(rank, world_size, args)
+    return original_schedules_record(rank, world_size, args)
 
 
 def run_with_split_size(rank, world_size, args):
@@ -230,13 +245,13 @@ def run_with_split_size(rank, world_size, args):
     return rpc_pipeline.run_worker(rank, world_size, args)
 
 
-honest_record, honest_schedules_record = check.record, schedules_check.record
+original_record, original_schedules_record = check.record, schedules_check.record
 
 
 def test_check_sees_a_plain_optimizer(tmp_path, capfd, monkeypatch):
     """With distributed autograd the gradients are in the context, not in `.grad`: the step is silent, and no step."""
     monkeypatch.setattr(check, "record", record_with_plain_optimizer)
-    flags = ["--check", "--arch", "resnet18", "--num_splits", "1", *WHOLE]
+    flags = ["--check", "--arch", "resnet18", "--num_splits", "1"]
     out, _ = failed(rpc_pipeline.main, flags, tmp_path, capfd)
     said = verdicts(out)
     assert said["data"] == "ok"
@@ -280,8 +295,7 @@ def test_readme_command(tmp_path):
     """The first command of the README, with less to do, and sizes that do not divide."""
     command = commands_in("model_parallel_resnet/README.md")[0]
     assert command[1] == MAIN
-    result = run(script(*command[1:], *SMALL, "--num_splits", 1, 3, "--num_batches", 2, "--timeline"), tmp_path,
-                 cold=True)
+    result = run(script(*command[1:], *SMALL, "--num_splits", 1, 3, "--num_batches", 2), tmp_path, cold=True)
     assert (result.returncode, result.stderr) == (0, "")
     metrics = rows_of(tmp_path, "model_parallel_resnet")
     assert [row["num_split"] for row in metrics["rows"]] == [1, 3]
@@ -291,18 +305,38 @@ def test_readme_command(tmp_path):
     assert [line.split()[0] for line in lines[7:9]] == ["1", "3"]
     assert lines[-1].startswith("resnet18, RPC pipeline: loss 0.")
     output = tmp_path / "outputs/model_parallel_resnet"
-    assert sorted(path.name for path in output.iterdir()) == [
-        "metrics.json", "num_split.png", "timeline.html", "timeline.json", "timeline.png"]
+    assert sorted(path.name for path in output.iterdir()) == ["metrics.json", "num_split.png"]
+    assert [row["num_split"] for row in metrics["where"]] == [1, 3]
+
+
+@pytest.mark.parametrize("program", [MAIN, EARLY])
+def test_timeline(program, tmp_path):
+    """From outside: both workers have had all micro-batches, in both directions, and each names its line."""
+    tracing.main([str(timeline.ROOT / program), *SMALL, "--num_splits", "3", "--num_batches", "2",
+                  "--output_dir", str(tmp_path)])
     for role in ("worker1", "worker2"):
-        for numbers in forward_and_backward(output, role).values():
+        for numbers in forward_and_backward(tmp_path, role).values():
             assert sorted(numbers) == sorted([0] * 3 + [0, 1, 2] * 3)  # a warm-up and two batches of each count
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    kinds = {event["name"] for event in events if event["ph"] == "X"}
+    assert kinds == {"forward", "backward", "step", "loss", "remote call", *["add"] * (program == EARLY)}
+    assert all(event["args"]["where"].startswith("model_parallel_resnet/") for event in events if event["ph"] == "X")
+
+
+def test_what_a_timeline_shows():
+    """The last batch with 1 micro-batch, and that with the fastest number."""
+    args = SimpleNamespace(num_splits=[1, 2, 4])
+    steps = {"master": [], "worker1": [1, 2, 3, 10, 15, 21], "worker2": [2, 3, 4, 9, 16, 20]}
+    spans = {role: [{"kind": "step", "start": end - 0.5, "end": end} for end in ends] for role, ends in steps.items()}
+    assert results.shown_first(spans, args) == {"num_split 1: 6.00 s": (4, 10), "num_split 4: 5.00 s": (16, 21)}
 
 
 @pytest.fixture(scope="module")
 def gpipe(tmp_path_factory):
     """A short run of schedules.py as a user starts it, and its folder."""
     folder = tmp_path_factory.mktemp("gpipe")
-    return run(script(SCHEDULES, *BRIEF, "--timeline"), folder), folder
+    command = [sys.executable, "-m", "common.tracing", *script(SCHEDULES)[1:]]
+    return run([*command, *BRIEF], folder), folder
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +349,7 @@ def under_torchrun(tmp_path_factory):
 def test_zero_bubble_v(tmp_path, capfd, monkeypatch):
     """Both quarters of a rank have had all micro-batches; the gradients of the weights are computed apart."""
     monkeypatch.chdir(tmp_path)
-    schedules.main([*BRIEF, "--timeline", "--schedule", "zero_bubble_v"])
+    tracing.main([str(timeline.ROOT / SCHEDULES), *BRIEF, "--schedule", "zero_bubble_v"])
     out, err = capfd.readouterr()
     assert err == ""
     assert "[stage0] batch 1  splits 4" in out  # in a V, rank 0 has the first and the last stage
@@ -347,7 +381,7 @@ def test_gpipe(gpipe):
 
 def test_1f1b(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    schedules.main([*BRIEF, "--timeline", "--schedule", "1f1b"])
+    tracing.main([str(timeline.ROOT / SCHEDULES), *BRIEF, "--schedule", "1f1b"])
     assert capfd.readouterr().err == ""
     require_schedule(tmp_path, "1f1b")
 
@@ -362,17 +396,18 @@ def test_both_ways_learn_the_same(under_torchrun, gpipe):
 def test_run_sees_a_split_size(tmp_path, capfd, monkeypatch):
     """As in the tutorial, where `xs.split` gets the number as a size: the table's first column would be wrong."""
     monkeypatch.setattr(rpc_pipeline, "run_worker", run_with_split_size)
-    _, err = failed(rpc_pipeline.main, [*BRIEF, *WHOLE], tmp_path, capfd)
+    _, err = failed(rpc_pipeline.main, BRIEF, tmp_path, capfd)
     assert "worker1 had 8 micro-batches with --num_splits 1" in err
 
 
 def test_run_sees_a_plain_optimizer(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(rpc_pipeline, "run_worker", run_with_plain_optimizer)
-    _, err = failed(rpc_pipeline.main, [*BRIEF, *WHOLE], tmp_path, capfd)
+    _, err = failed(rpc_pipeline.main, BRIEF, tmp_path, capfd)
     assert "the loss of the same batch has not fallen" in err
 
 
-@pytest.mark.parametrize("main", [rpc_pipeline.main, schedules.main], ids=["rpc", "schedules"])
+@pytest.mark.parametrize("main", [rpc_pipeline.main, early_backward.main, schedules.main],
+                         ids=["rpc", "early", "schedules"])
 def test_a_loss_that_is_not_finite(main, tmp_path, capfd):
     """One line and status 1, and no metrics.json with NaN in it."""
     _, err = failed(main, [*BRIEF, "--lr", "1e30"], tmp_path, capfd)
@@ -422,10 +457,10 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "says"), [*BAD, bad("--world_size", 4, says=("--world_size 4 must be 3",)),
-                                             bad("--backward", "late", says=("--backward", "late", "whole"))])
+@pytest.mark.parametrize(("flags", "says"), [*BAD, bad("--world_size", 4, says=("--world_size 4 must be 3",))])
 def test_bad_input(flags, says, refused):
     refused(rpc_pipeline.main, flags, says)
+    refused(early_backward.main, flags, says)
 
 
 @pytest.mark.parametrize(("flags", "says"), [

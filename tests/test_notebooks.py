@@ -16,6 +16,7 @@ import pytest
 from traitlets.config import Config
 
 from benchmarks.__main__ import HEADLINES
+from benchmarks.pictures import TRACED
 from tests import warm
 from tests.helpers import ROOT
 from tests.test_docs import module_of
@@ -111,6 +112,7 @@ def test_every_lesson_has_its_section():
     for chapter, name in sections:
         assert re.search(rf"^## {chapter}\b.*\n\nNotebook: \[{chapter} .*/{chapter}_", by_id[name], re.MULTILINE)
         run, check = (COMMAND.fullmatch(by_id[f"{name}-{cell}"])[1] for cell in ("run", "check"))
+        run = run.removeprefix(TRACED)
         assert check == f"{run.split()[0]} --check"
         assert by_id[f"{name}-picture"].startswith("Image(")
         assert f"{name}-try" in ids
@@ -123,7 +125,7 @@ def test_every_lesson_has_its_section():
 def test_commands_are_those_of_the_pages():
     """What is not a check is a headline command, which the benchmark measures; a reader's flags exist."""
     for command in commands():
-        path, *flags = shlex.split(command)
+        path, *flags = shlex.split(command.removeprefix(TRACED))
         assert flags == ["--check"] or command in SHORT, command
         assert module_of(path).build_parser().parse_args(flags)
     assert len(commands()) == len(set(commands()))

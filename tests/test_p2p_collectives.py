@@ -10,14 +10,14 @@ import struct
 import pytest
 import torch
 import torch.distributed as dist
-from common import checkpoint
+from common import checkpoint, program
 from common.launcher import launch
 from common.session import group_options
 from common.vision import import_torchvision
 from torch.utils.data import TensorDataset
 
 from p2p_collectives import check as demos_check
-from p2p_collectives import init_methods, ring_allreduce, train, train_check
+from p2p_collectives import init_methods, ring_allreduce, train, train_check, train_ddp, train_flat
 from p2p_collectives import main as demos
 from p2p_collectives.data import batches, steps_of_epoch
 from p2p_collectives.fast_ring import RingAllReduce
@@ -28,7 +28,7 @@ from tests.test_data import write_mnist
 
 README = "p2p_collectives/README.md"
 TRAIN = "p2p_collectives/train.py"
-SOME = ["--sync", "flat", "--epochs", "4"]
+SOME = ["--epochs", "4"]
 SLOW_START_S = 100  # that a real process may take on a busy machine
 
 
@@ -96,23 +96,11 @@ def with_the_wrong_operator(rank, world_size, args):
 @pytest.mark.parametrize("flag", [[], ["--check"]])
 def test_demos_can_fail(flag, monkeypatch, capfd, tmp_path):
     """The tutorial's reduce_op is gone; whoever reduces with the wrong operator must hear of it."""
-    monkeypatch.setattr(demos, "run_worker", with_the_wrong_operator)
-    monkeypatch.setattr(demos_check, "record", with_the_wrong_operator)
+    monkeypatch.setattr(*((demos_check, "record") if flag else (demos, "run_worker")), with_the_wrong_operator)
     fails(demos.main, tmp_path, "--world_size", 2, "--demo", "collectives", *flag)
     out = capfd.readouterr().out
     assert "all_reduce MAX" in (out if flag else out.splitlines()[-1])
     assert "FAIL" in out
-
-
-def test_a_gap_of_the_backend_is_said(group_of_one):
-    def not_there(tensor):
-        raise RuntimeError("Backend gloo does not support this\nat some line")
-
-    outcome = demos.refused(not_there, torch.zeros(1))
-    assert outcome.says == "not in gloo: Backend gloo does not support this"
-    assert demos.refused(dist.all_reduce, torch.zeros(1)) is None
-    with pytest.raises(RuntimeError, match="another"):
-        demos.refused(lambda: (_ for _ in ()).throw(RuntimeError("another matter")))
 
 
 # --- rings
@@ -250,22 +238,22 @@ def test_batches_add_up(world_size, global_batch_size):
         assert min(of_rank[step][0] for of_rank in pieces) >= 1
 
 
-def test_check_of_the_training(capfd, tmp_path):
+@pytest.mark.parametrize("variant", [train, train_flat, train_ddp])
+def test_check_of_the_training(variant, capfd, tmp_path):
     """On 3 ranks the pieces are not equal: 40 and 39 samples of 119."""
-    differences = train.main(["--check", "--world_size", "3", "--output_dir", str(tmp_path)])
+    differences = variant.main(["--check", "--world_size", "3", "--output_dir", str(tmp_path)])
     assert max(differences.values()) < 1e-9
-    for rung in ("per_parameter", "flat", "ddp", "resumed"):
-        assert differences[f"{rung}, weights on all ranks"] == 0
+    assert differences["weights on all ranks"] == differences["resumed, weights on all ranks"] == 0
     out = capfd.readouterr().out
-    assert out.count(": ok\n") == len(differences) == 43
+    assert out.count(": ok\n") == len(differences) == 23
     clipped, steps = map(int, re.search(r"(\d+) of (\d+) steps have a clipped gradient", out).groups())
     assert 0 < clipped < steps
 
 
 def with_equal_shares(rank, world_size, args):
     """Every piece with the same weight, as in the tutorial."""
-    honest = train.average_gradients
-    train.average_gradients = lambda model, share: honest(model, 1 / world_size)
+    original = train.average_gradients
+    train.average_gradients = lambda model, share: original(model, 1 / world_size)
     return train_check.record(rank, world_size, args)
 
 
@@ -274,9 +262,7 @@ def test_check_of_the_training_can_fail(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(train_check, "record", with_equal_shares)
     fails(train.main, tmp_path, "--check", "--world_size", 3)
     out = capfd.readouterr().out
-    assert "[check] per_parameter, gradients: first differs at step " in out
-    assert "[check] flat, gradients: " in out
-    assert all(line.split("] ")[1].startswith("per_parameter, ") for line in out.splitlines() if line.endswith("FAIL"))
+    assert "[check] gradients: first differs at step " in out
 
 
 def without_all_reduce(rank, world_size, args):
@@ -291,7 +277,7 @@ def without_all_reduce(rank, world_size, args):
 def test_ranks_that_drift_apart_are_noticed(monkeypatch, capfd, tmp_path):
     """An `average_gradients` that divides, and forgets the all_reduce."""
     monkeypatch.setattr(train, "run_worker", without_all_reduce)
-    fails(train.main, tmp_path, "--epochs", 1, "--sync", "per_parameter")
+    fails(train.main, tmp_path, "--epochs", 1)
     assert "ArithmeticError: the replicas have drifted apart" in capfd.readouterr().err
 
 
@@ -312,7 +298,6 @@ def test_training(tmp_path):
     assert result.stderr == ""
     metrics = json.loads((tmp_path / "outputs/p2p_collectives/train/metrics.json").read_text())
     assert metrics["test_accuracy"] >= 0.96
-    assert metrics["sync"] == "flat"
     assert metrics["samples_per_s"] > 0
     assert len(metrics["epochs"]) == 10
     assert metrics["epochs"][-1]["loss"] < 0.3 * metrics["epochs"][0]["loss"]
@@ -394,7 +379,7 @@ def test_resume_on_two_machines(trainings, free_port, tmp_path_factory):
 def test_only_rank_0_needs_the_checkpoint(monkeypatch, refused, tmp_path):
     """Where another rank starts, no process looks for the file."""
     launched = []
-    monkeypatch.setattr(train, "launch", lambda run_worker, args, role_name: launched.append(args.rank))
+    monkeypatch.setattr(program, "launch", lambda run_worker, args, role_name: launched.append(args.rank))
     command = ["--world_size", "2", "--master_addr", "localhost", "--resume", "--checkpoint", "none.pt", "--rank"]
     monkeypatch.chdir(tmp_path)
     assert train.main([*command, "1"]) is None
@@ -403,7 +388,7 @@ def test_only_rank_0_needs_the_checkpoint(monkeypatch, refused, tmp_path):
 
 
 def test_torchrun(tmp_path):
-    with running(torchrun(2, TRAIN, "--sync", "ddp", "--epochs", 1), tmp_path) as process:
+    with running(torchrun(2, "p2p_collectives/train_ddp.py", "--epochs", 1), tmp_path) as process:
         out, err = end(process, within_s=SLOW_START_S)
     assert process.returncode == 0, err
     assert out.count("[rank0] epoch  1") == out.count("weights bitwise identical") == 1
@@ -471,7 +456,6 @@ def test_bad_input_for_the_rings(given, says, refused):
         says=("--world_size 2000 must be at most 1437",)),
     *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "nan")),
     bad("--momentum", 1.5, says=("--momentum", "1.5", "at most 1")),
-    bad("--sync", "hogwild", says=("--sync", "hogwild", "flat")),
     bad("--resume", says=("--resume", "--checkpoint")),
     bad("--dataset", "cifar", says=("--dataset", "cifar", "mnist")),
 ])

@@ -21,25 +21,23 @@ from common.session import rpc_options
 from torch.distributed import rpc
 
 from benchmarks import rpc_rl as benchmark
+from rpc_rl import fast
 from rpc_rl import main as rpc_rl
-from rpc_rl.fast_agent import FastAgent
 from tests.helpers import (
     bad,
     commands_in,
     end,
     listening,
     nothing_left,
-    run,
     running,
     script,
-    torchrun,
 )
 
 MAIN = "rpc_rl/main.py"
 
 
-def train(folder, *flags):
-    return rpc_rl.main(["--output_dir", str(folder / "out"), *map(str, flags)])
+def train(folder, *flags, program=rpc_rl):
+    return program.main(["--output_dir", str(folder / "out"), *map(str, flags)])
 
 
 # --- what it computes
@@ -94,15 +92,14 @@ def test_one_step_gives_no_nan():
     assert torch.isfinite(learned({1: [1.0]}, {1: True})).all()
 
 
-def test_check_passes(capfd, tmp_path):
-    differences = rpc_rl.main(["--check", "--gamma", "0.9", "--seed", "7", "--output_dir", str(tmp_path)])
-    for agent in ("plain", "fast"):
-        assert differences[f"{agent} agent, states"] == differences[f"{agent} agent, rewards"] == 0
-        assert differences[f"{agent} agent, gradients"] < 1e-9
-        assert differences[f"{agent} agent, weights"] < 1e-9
-    assert differences["fast agent, actions"] == 0
+@pytest.mark.parametrize("program", [rpc_rl, fast])
+def test_check_passes(program, capfd, tmp_path):
+    differences = program.main(["--check", "--gamma", "0.9", "--seed", "7", "--output_dir", str(tmp_path)])
+    assert differences["states"] == differences["actions"] == differences["rewards"] == 0
+    assert differences["gradients"] < 1e-9
+    assert differences["weights"] < 1e-9
     out, err = capfd.readouterr()
-    assert out.count(": ok\n") == len(differences) == 21
+    assert out.count(": ok\n") == len(differences) == (13 if program is rpc_rl else 8)
     assert err == ""
 
 
@@ -112,14 +109,13 @@ def test_diverged(tmp_path, capfd):
         train(tmp_path, "--lr", "1e30", "--max_episodes", "9")
     assert stop.value.code == 1
     err = capfd.readouterr().err.strip()
-    assert re.fullmatch(r"error: rank 0 \(agent\) has a loss of \S+ after .*: training has diverged; give a smaller "
+    assert re.fullmatch(r"error: rank 0 \(agent\) has a \w+ of \S+ (after|in) an .*: training has diverged; give a smaller "
                         r"--lr; stopped 2 other processes", err)
     assert not (tmp_path / "out/metrics.json").exists()
 
 
-def test_plain_agent_trains(tmp_path):
-    metrics = train(tmp_path, "--agent", "plain", "--max_episodes", "3")
-    assert metrics["agent"] == "plain"
+def test_the_tutorials_agent_trains(tmp_path):
+    metrics = train(tmp_path, "--max_episodes", "3")
     assert metrics["episodes"] == 3
     assert metrics["env_steps"] > sum(metrics["rewards"])
 
@@ -136,7 +132,7 @@ def observers_start(rank, world_size, args):
                  rpc_backend_options=rpc_options(args))
     started = None
     if rank == 0:
-        agent = FastAgent(world_size, args)
+        agent = fast.FastAgent(world_size, args)
         agent.run_episode()
         names = [rref.owner_name() for rref in agent.ob_rrefs.values()]
         started = {"names": names, "first_states": [states[0] for states in agent.states.values()]}
@@ -250,44 +246,14 @@ def test_what_a_run_leaves(trained):
     assert sorted(path.name for path in folder.iterdir()) == ["learning_curve.png", "metrics.json"]
 
 
-def test_resume_continues_as_if_never_stopped(trained, tmp_path):
-    _, whole, _ = trained
+def test_resume_continues_as_if_never_stopped(tmp_path):
+    whole = train(tmp_path, "--max_episodes", 12, program=fast)
     saved = tmp_path / "run.pt"
-    train(tmp_path, "--max_episodes", 3, "--checkpoint", saved)
-    resumed = train(tmp_path, "--max_episodes", 12, "--checkpoint", saved, "--resume")
-    assert resumed["rewards"] == whole["rewards"][:12]
-    assert resumed["running_rewards"] == whole["running_rewards"][:12]
+    train(tmp_path, "--max_episodes", 3, "--checkpoint", saved, program=fast)
+    resumed = train(tmp_path, "--max_episodes", 12, "--checkpoint", saved, "--resume", program=fast)
+    assert resumed["rewards"] == whole["rewards"]
+    assert resumed["running_rewards"] == whole["running_rewards"]
     assert torch.load(saved, weights_only=True)["history"]["episodes"] == 12
-
-
-# --- how it is started
-
-
-def test_torchrun(monkeypatch, tmp_path):
-    """The number of processes is torchrun's, not the default of 3."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where torchrun leaves a folder behind
-    result = run(torchrun(2, MAIN, "--max_episodes", "2", "--log_interval", "1"), tmp_path, cold=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("not solved in 2 episodes") == 1
-    metrics = json.loads((tmp_path / "outputs/rpc_rl/metrics.json").read_text())
-    assert metrics["episodes"] == 2
-    assert metrics["world_size"] == 2
-
-
-def terminal(rank, port, *flags):
-    place = ["--world_size", 2, "--rank", rank, "--master_addr", "localhost", "--master_port", port]
-    return script(MAIN, *place, *flags)
-
-
-def test_two_terminals(free_port, tmp_path):
-    agent, observer = (terminal(rank, free_port, "--max_episodes", 2) for rank in (0, 1))
-    with running(observer, tmp_path, cold=True) as observer:
-        result = run([*agent, "--output_dir", tmp_path / "agent"], tmp_path, cold=True)
-        assert (result.returncode, result.stderr) == (0, "")
-        assert "not solved in 2 episodes" in result.stdout
-        out, err = end(observer)
-        assert (observer.returncode, out, err) == (0, "", "")
-    assert json.loads((tmp_path / "agent/metrics.json").read_text())["world_size"] == 2
 
 
 # --- what can go wrong
@@ -298,8 +264,6 @@ def test_two_terminals(free_port, tmp_path):
     *(bad("--gamma", value, says=("--gamma", value, "at most 1")) for value in ("1.5", "nan", "-0.1")),
     *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "inf")),
     bad("--lr", "1e38", says=("--lr 1e+38", "at most 1e+30")),
-    bad("--agent", "slow", says=("--agent", "slow", "plain")),
-    bad("--agent", "plain", "--checkpoint", "run.pt", says=("--checkpoint", "--agent fast")),
     bad("--world_size", "12", says=("--reward_threshold 475", "454 steps", "--world_size 12", "5000")),
     bad("--reward_threshold", "600", says=("--reward_threshold 600", "500 steps")),
     bad("--rank", "3", "--world_size", "3", "--master_addr", "localhost", says=("--rank", "3", "below")),
@@ -309,9 +273,6 @@ def test_two_terminals(free_port, tmp_path):
       for port in ("0", "99999", "abc")),
     bad("--output_dir", "/dev/null", says=("--output_dir", "/dev/null", "written")),
     bad("--output_dir", "/proc/1/nowhere", says=("--output_dir", "/proc/1/nowhere", "written")),
-    bad("--checkpoint", "/dev/null/run.pt", says=("--checkpoint", "/dev/null/run.pt", "written")),
-    bad("--resume", says=("--resume", "--checkpoint")),
-    bad("--checkpoint", "/tmp/none/run.pt", "--resume", says=("--checkpoint", "/tmp/none/run.pt", "existing")),
     bad("--max_episodes", "0", says=("--max_episodes", "0", "at least 1")),
     bad("--timeout", "0", says=("--timeout", "'0'", "at least 0.01")),
     bad("--seed", "x", says=("--seed", "x", "whole number")),
@@ -320,6 +281,15 @@ def test_two_terminals(free_port, tmp_path):
 ])
 def test_bad_input(flags, says, refused):
     refused(rpc_rl.main, flags, says)
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    bad("--checkpoint", "/dev/null/run.pt", says=("--checkpoint", "/dev/null/run.pt", "written")),
+    bad("--resume", says=("--resume", "--checkpoint")),
+    bad("--checkpoint", "/tmp/none/run.pt", "--resume", says=("--checkpoint", "/tmp/none/run.pt", "existing")),
+])
+def test_bad_checkpoint(flags, says, refused):
+    refused(fast.main, flags, says)
 
 
 def test_bad_input_leaves_no_traceback(capfd):
@@ -341,7 +311,7 @@ def test_cuda_without_gpu(capfd):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_check_on_a_gpu():
     differences = rpc_rl.main(["--check", "--device", "cuda"])
-    assert differences["fast agent, weights"] < 1e-9
+    assert differences["weights"] < 1e-9
 
 
 @pytest.mark.parametrize(("kind", "flags"), [
@@ -351,7 +321,7 @@ def test_check_on_a_gpu():
 def test_not_a_checkpoint(kind, flags, tmp_path, capfd):
     path = tmp_path / "run.pt"
     state = {"generators": {1: 0, 2: 0, 3: 0}, "padding": torch.zeros(10_000)}
-    example = {"foreign": {}, "another example": {"example": "param_server"}}.get(kind, {"example": "rpc_rl"})
+    example = {"foreign": {}, "another example": {"example": "param_server"}}.get(kind, {"example": "rpc_rl_fast"})
     torch.save({**example, **state}, path)
     if kind == "truncated":
         path.write_bytes(path.read_bytes()[:20_000])
@@ -359,7 +329,7 @@ def test_not_a_checkpoint(kind, flags, tmp_path, capfd):
         path.write_text("lr = 0.01\n")
     before = path.read_bytes()
     with pytest.raises(SystemExit) as stop:
-        train(tmp_path, "--checkpoint", path, *flags)
+        train(tmp_path, "--checkpoint", path, *flags, program=fast)
     assert stop.value.code == 2
     err = capfd.readouterr().err
     assert len(err.splitlines()) == 1

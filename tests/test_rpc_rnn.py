@@ -9,14 +9,13 @@ import sys
 import pytest
 import torch
 
-from rpc_rnn import check, results
+from rpc_rnn import check, prefetch, results, several_trainers
 from rpc_rnn import main as rpc_rnn
 from rpc_rnn.data import MarkovChain, columns, get_next_batch, load_language
-from rpc_rnn.evaluation import SAMPLE_LENGTH
-from rpc_rnn.saving import LocalRNNModel
+from rpc_rnn.results import SAMPLE_LENGTH, LocalRNNModel
 from tests.helpers import ROOT, bad, end, run, running, script, torchrun
 
-MAIN = "rpc_rnn/main.py"
+MAIN, SEVERAL = "rpc_rnn/main.py", "rpc_rnn/several_trainers.py"
 TEXT = ROOT / "README.ja.md"
 SHORT = ["--corpus", str(TEXT), "--epochs", "1", "--batch_size", "4", "--nhid", "8"]  # some 30 steps
 SLOW_START_S = 100  # that a real process may take on a busy machine
@@ -80,7 +79,7 @@ def test_targets_are_the_next_tokens():
 
 def test_the_parts_draw_other_numbers(monkeypatch):
     """With one seed for all, the encoder would be the decoder where their sizes agree."""
-    monkeypatch.setattr(rpc_rnn.rpc, "remote", lambda to, function, args: args[0](*args[1:]))
+    monkeypatch.setattr(rpc_rnn.rpc, "remote", lambda to, part_class, args: part_class(*args))
     model = rpc_rnn.RNNModel("ps", 10, 64, 64, 1, 0.0, 0, "cpu")
     drawn = [weight.detach().flatten()[:640] / weight.abs().max().item() for weight in (
         model.emb_table_rref.encoder.weight, model.rnn.weight_ih_l0, model.decoder_rref.decoder.weight)]
@@ -90,46 +89,39 @@ def test_the_parts_draw_other_numbers(monkeypatch):
     assert not model.decoder_rref.decoder.bias.any()
 
 
-def test_check_passes(capfd, tmp_path):
-    """One trainer with dropout in both processes, then two trainers."""
-    differences = rpc_rnn.main(["--check", "--output_dir", str(tmp_path)])
-    for title in ("", "two trainers, "):
-        for part in ("table", "LSTM", "decoder"):
-            assert differences[f"{title}weights after each step, {part}"] <= 1e-9
-        assert differences[f"{title}training, tokens"] == 0
+@pytest.mark.parametrize(("program", "processes", "round_trips"), [
+    (rpc_rnn, 2, 7), (prefetch, 2, 5), (several_trainers, 3, 9)])
+def test_check_passes(program, processes, round_trips, capfd, tmp_path):
+    """One trainer with dropout in both processes; prefetched, nothing is stale; two trainers."""
+    differences = program.main(["--check", "--output_dir", str(tmp_path)])
+    for part in ("table", "LSTM", "decoder"):
+        assert differences[f"gradients in the context, {part}"] <= 1e-9
+        assert differences[f"weights after each step, {part}"] <= 1e-9
+    assert differences["training, tokens"] == 0
     out, err = capfd.readouterr()
     assert out.count(": ok\n") == len(differences)
-    assert "check passed: 2 processes and 3 processes against one process" in out
+    assert f"{round_trips} RPCs of a step, {round_trips} expected" in out
+    assert f"check passed: {processes} processes against one process" in out
     assert err == ""
 
 
-def test_check_passes_through_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("program", [rpc_rnn, prefetch, several_trainers])
+def test_check_passes_through_a_checkpoint(program, tmp_path):
     """A text, two layers, SGD: one epoch, the other one resumed; the user's own checkpoint is left alone."""
     saved = tmp_path / "run.pt"
-    differences = rpc_rnn.main(["--check", "--corpus", str(TEXT), "--batch_size", "4", "--nlayers", "2", "--optimizer",
+    differences = program.main(["--check", "--corpus", str(TEXT), "--batch_size", "4", "--nlayers", "2", "--optimizer",
                                 "sgd", "--lr", "1", "--checkpoint", str(saved), "--output_dir", str(tmp_path)])
-    for title in ("stopped", "resumed", "two trainers"):
+    for title in ("stopped", "resumed"):
         assert differences[f"{title}, sample"] == differences[f"{title}, text"] == 0
     assert not saved.exists()
 
 
-def test_check_passes_with_prefetch(capfd, tmp_path):
-    """Nothing is stale, whatever the masks: bitwise in one epoch and across the border to the next."""
-    differences = rpc_rnn.main(["--prefetch", "--check", "--output_dir", str(tmp_path)])
-    for part in ("table", "LSTM", "decoder"):
-        assert differences[f"gradients in the context, {part}"] <= 1e-9
-        assert differences[f"weights after each step, {part}"] <= 1e-9
-    out, err = capfd.readouterr()
-    assert "5 RPCs of a step, 5 expected" in out
-    assert err == ""
-
-
 def test_prefetch_computes_what_the_plain_protocol_does(tmp_path):
-    """A whole training with dropout; the checkpoint of the one is one of the other."""
+    """A whole training with dropout, and one that is resumed."""
     saved, flags = tmp_path / "run.pt", [*SHORT, "--dropout", "0.3", "--output_dir", str(tmp_path)]
     plain = rpc_rnn.main([*flags, "--epochs", "2"])
-    rpc_rnn.main([*flags, "--checkpoint", str(saved)])
-    prefetched = rpc_rnn.main([*flags, "--epochs", "2", "--prefetch", "--checkpoint", str(saved), "--resume"])
+    prefetch.main([*flags, "--checkpoint", str(saved)])
+    prefetched = prefetch.main([*flags, "--epochs", "2", "--checkpoint", str(saved), "--resume"])
     for one, other in zip(plain["epochs"], prefetched["epochs"], strict=True):
         assert other == pytest.approx(one, rel=1e-5)
     assert prefetched["rpc_round_trips_per_step"] == 5
@@ -141,27 +133,26 @@ class Plain:
 
     remote_optimizers = ()
 
-    def __init__(self, optimizer_class, param_rrefs, lr):
-        here = [rref.local_value() for rref in param_rrefs if rref.is_owner()]
-        self.optimizer = torch.optim.SGD(here, lr=lr)
+    def __init__(self, model):
+        self.optimizer = torch.optim.SGD(model.rnn.parameters(), lr=0.1)
 
     def step(self, context_id):
         self.optimizer.step()
 
 
 def with_a_plain_optimizer(rank, world_size, args):
-    rpc_rnn.DistributedOptimizer = Plain
-    return honest_record(rank, world_size, args)
+    rpc_rnn.RNNModel.make_optimizer = lambda model, args: Plain(model)
+    return original_record(rank, world_size, args)
 
 
-honest_record = check.record
+original_record = check.record
 
 
 def test_a_plain_optimizer_does_nothing(monkeypatch, capfd, tmp_path):
     """With distributed autograd the gradients are in the context, not in `.grad`: the step is silent, and no step."""
     monkeypatch.setattr(check, "record", with_a_plain_optimizer)
     with pytest.raises(SystemExit) as stop:
-        rpc_rnn.main(["--check", "--world_size", "3", "--output_dir", str(tmp_path)])
+        rpc_rnn.main(["--check", "--output_dir", str(tmp_path)])
     assert stop.value.code == 1
     rows = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[check]")]
     found = {row.split("] ")[1].split(": ")[0]: row for row in rows}
@@ -185,9 +176,11 @@ def test_a_training_that_diverges(capfd, tmp_path):
 @pytest.mark.parametrize("val_loss", [1000.0, math.inf, math.nan])
 def test_no_perplexity(val_loss):
     """A finite loss may have one that is no float any more."""
-    language = load_language(parsed(*SHORT))
+    args = parsed(*SHORT)
+    history = results.History(args, range(2), [{"loss": 1.0, "val_loss": val_loss}], 1.0, show=False)
+    language = load_language(args)
     with pytest.raises(results.NotFiniteError, match="after epoch 1: training has diverged"):
-        results.summary([{"loss": 1.0, "val_loss": val_loss}], 1.0, language, 1, 1.0, 7)
+        results.summary(history, None, language, args)
 
 
 def test_it_learns(tmp_path):
@@ -243,19 +236,19 @@ def test_resume_continues_as_if_never_stopped(tmp_path, capfd):
 
 def test_torchrun(tmp_path):
     """Two trainers: the process group and the RPC world meet at torchrun's store."""
-    with running(torchrun(3, MAIN, *SHORT), tmp_path) as process:
+    with running(torchrun(3, SEVERAL, *SHORT), tmp_path) as process:
         out, err = end(process, within_s=SLOW_START_S)
     assert process.returncode == 0, err
     assert out.count("[trainer1] epoch 1") == out.count("RPC round trips a step") == 1
-    assert json.loads((tmp_path / "outputs/rpc_rnn/metrics.json").read_text())["world_size"] == 3
+    assert json.loads((tmp_path / "outputs/rpc_rnn_several_trainers/metrics.json").read_text())["world_size"] == 3
 
 
 def test_three_terminals(free_port, tmp_path):
     """The store is the server's, who is not among the trainers; and he needs no text."""
     place = ["--world_size", 3, "--master_addr", "localhost", "--master_port", free_port]
-    server = script(MAIN, *place, "--rank", 0, "--corpus", tmp_path / "not on this machine")
-    with running(server, tmp_path) as ps, running(script(MAIN, *place, *SHORT, "--rank", 2), tmp_path) as other:
-        result = run(script(MAIN, *place, *SHORT, "--rank", 1), tmp_path)
+    server = script(SEVERAL, *place, "--rank", 0, "--corpus", tmp_path / "not on this machine")
+    with running(server, tmp_path) as ps, running(script(SEVERAL, *place, *SHORT, "--rank", 2), tmp_path) as other:
+        result = run(script(SEVERAL, *place, *SHORT, "--rank", 1), tmp_path)
         assert result.returncode == 0, result.stderr
         assert result.stdout.splitlines()[-1].startswith("loss ")
         for process in (ps, other):
@@ -274,8 +267,6 @@ def test_three_terminals(free_port, tmp_path):
     *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "nan")),
     bad("--optimizer", "lbfgs", says=("--optimizer", "lbfgs", "adam")),
     bad("--batch_size", "30000", says=("--batch_size 30000 must be at most 25000 for 1 trainer",)),
-    bad("--batch_size", "20000", "--world_size", "3",
-        says=("--batch_size 20000 must be at most 12500 for 2 trainers",)),
     bad("--corpus", "/tmp/none.txt", says=("--corpus", "/tmp/none.txt", "no such file")),
     bad("--corpus", "/", says=("--corpus / must be a file, not a folder",)),
     bad("--corpus", TEXT, "--batch_size", "2000",
@@ -284,10 +275,18 @@ def test_three_terminals(free_port, tmp_path):
     bad("--checkpoint", "/dev/null/run.pt", says=("--checkpoint", "/dev/null/run.pt", "written")),
     bad("--checkpoint", "/tmp/none/run.pt", "--resume", says=("--checkpoint", "/tmp/none/run.pt", "existing")),
     bad("--rank", "1", says=("--rank", "1", "--master_addr")),
-    bad("--prefetch", "--world_size", "3", says=("--prefetch requires --world_size 2, one trainer, not 3",)),
+    bad("--world_size", "3", says=("--world_size 3 must be 2", "several_trainers.py has more")),
 ])
 def test_bad_input(flags, says, refused):
     refused(rpc_rnn.main, flags, says)
+
+
+@pytest.mark.parametrize(("program", "flags", "says"), [
+    (prefetch, ["--world_size", "3"], ["--world_size 3 must be 2"]),
+    (several_trainers, ["--batch_size", "20000"], ["--batch_size 20000 must be at most 12500 for 2 trainers"]),
+])
+def test_bad_input_of_the_variants(program, flags, says, refused):
+    refused(program.main, flags, says)
 
 
 @pytest.mark.parametrize(("content", "says"), [

@@ -1,4 +1,4 @@
-"""Tutorial 6_4, the last rung: collectives in memory that the ranks of one machine share."""
+"""Tutorial 6_4, beyond the ring: collectives in memory that the ranks of one machine share."""
 
 import os
 import struct

@@ -18,7 +18,6 @@ from model_parallel_resnet.single_machine import (
     PipelineParallelResNet50,
     ToyModel,
 )
-from model_parallel_resnet.single_machine_flags import settle
 from tests.helpers import bad, commands_in, run, script, torchrun
 
 MAIN = "model_parallel_resnet/single_machine.py"
@@ -40,7 +39,7 @@ def one_thread():
 def settled(folder, *flags):
     """The flags, parsed and filled in; and the split sizes that are left out."""
     args = single_machine.build_parser().parse_args(["--output_dir", str(folder), *map(str, flags)])
-    return args, settle(args, single_machine.SPLIT_SIZES, single_machine.NUM_CLASSES)
+    return args, single_machine.settle(args)
 
 
 class Counted(nn.Module):

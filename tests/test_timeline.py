@@ -10,8 +10,6 @@ import time
 import pytest
 from common import timeline, timeline_report, tracing
 
-from p2p_collectives import train
-from rpc_rl import main as rpc_rl
 from tests.chromium import Chromium, find
 
 
@@ -95,8 +93,8 @@ def test_the_cell_of_a_span():
         return found and (found[0], found[1])
 
     assert cell(("rpc_rl/main.py", "Observer.run_episode")) == ("6_5", 11)
-    assert cell(("rpc_rl/fast_agent.py", "FastObserver.run_episode")) == ("6_5", 11)
-    assert cell(("rpc_rl/fast_agent.py", "FastAgent.run_episode")) == ("6_5", 18)
+    assert cell(("rpc_rl/fast.py", "FastObserver.run_episode")) == ("6_5", 11)
+    assert cell(("rpc_rl/fast.py", "FastAgent.run_episode")) == ("6_5", 18)
     assert cell(("rpc_rl/main.py", "train"), ("rpc_rl/main.py", "run_worker")) == ("6_5", 22)
     assert cell(("p2p_collectives/train.py", "run.<locals>.anything")) == ("6_4", 32)
     assert cell(("rpc_rl/main.py", "train")) is None
@@ -150,30 +148,12 @@ def places(folder):
     return found
 
 
-def test_rpc_rl(tmp_path):
-    rpc_rl.main(["--max_episodes", "2", "--timeline", "--output_dir", str(tmp_path)])
-    assert places(tmp_path) == {
-        "env.step": {("rpc_rl/fast_agent.py FastObserver.run_episode", "6_5, cell 11")},
-        "select_action": {("rpc_rl/fast_agent.py FastAgent.select_action", "6_5, cell 16")},
-        "finish_episode": {("rpc_rl/main.py train", "6_5, cell 22")}}
-    assert kinds(tmp_path) == {"agent": {"select_action", "finish_episode"},
-                               "observer1": {"env.step"}, "observer2": {"env.step"}}
-    assert (tmp_path / "timeline.png").exists()
-    assert "spans" not in json.loads((tmp_path / "metrics.json").read_text())
-
-
-@pytest.mark.parametrize(("sync", "expected"), [
-    ("flat", {"forward", "backward", "all_reduce", "step"}),
-    ("ddp", {"forward", "backward with all_reduce", "step"})])
-def test_p2p_train(sync, expected, tmp_path):
-    train.main(["--epochs", "1", "--sync", sync, "--timeline", "--output_dir", str(tmp_path)])
-    assert kinds(tmp_path) == {"rank0": expected, "rank1": expected}
-    assert (tmp_path / "timeline.png").exists()
-    assert "spans" not in json.loads((tmp_path / "metrics.json").read_text())
-
-
 BOTH = {"forward", "backward"}
+OBSERVED = {"agent": {"select_action", "finish_episode"}, "observer1": {"env.step"},
+            "observer2": {"env.step"}}
 TRACED = {  # flags, and what is recorded in each process
+    "rpc_rl/main.py": (["--max_episodes", "2"], OBSERVED),
+    "rpc_rl/fast.py": (["--max_episodes", "2"], OBSERVED),
     "param_server/main.py": (["--epochs", "1"], {
         "parameter_server": {*BOTH, "step"}, "trainer1": {"remote call"},
         "trainer2": {"remote call"}}),
@@ -187,12 +167,18 @@ TRACED = {  # flags, and what is recorded in each process
     "batch_rl/main.py": (["--observers", "2", "--num_steps", "20"], {
         "agent": {"select_action", "finish_episode"}, "observer1": {"env.step"},
         "observer2": {"env.step"}}),
+    "batch_rl/vector.py": (["--observers", "1", "--num_steps", "20"], {
+        "agent": {"select_action", "finish_episode"}, "observer1": {"env.step"}}),
     "ddp_rpc_hybrid/main.py": (["--epochs", "1"], {
         **{f"trainer{rank}": {"forward", "backward with all_reduce", "remote call", "step"}
            for rank in range(2)},
         "master": set(), "ps": {*BOTH, "step"}}),
     "ddp_basic/main.py": (["--steps", "2"], {
         f"rank{rank}": {"forward", "backward with all_reduce", "step"} for rank in range(2)}),
+    **{f"p2p_collectives/{name}.py": (["--epochs", "1"], {
+        f"rank{rank}": {*BOTH, "all_reduce", "step"} for rank in range(2)})
+       for name in ("train", "train_flat", "train_ddp")},
+    "rpc_rnn/prefetch.py": (["--epochs", "1"], {"ps": BOTH, "trainer": {*BOTH, "remote call"}}),
     "p2p_collectives/main.py": ([], {
         f"rank{rank}": {"collective", "all_reduce", *["send"] * (rank < 3), *["recv"] * (rank > 0)}
         for rank in range(4)}),
@@ -213,8 +199,8 @@ def test_traced(program, tmp_path):
 
 
 def test_traced_bad_input(refused):
-    for path in (timeline.ROOT / "rpc_rl/main.py", timeline.ROOT / "nowhere/main.py", "main.py"):
-        refused(tracing.main, [str(path), "--max_episodes", "1"], ["SPANS", "--timeline"])
+    for path in (timeline.ROOT / "rpc_rl/check.py", timeline.ROOT / "nowhere/main.py", "main.py"):
+        refused(tracing.main, [str(path), "--max_episodes", "1"], ["SPANS"])
     refused(tracing.main, [], ["SPANS"])
 
 

@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 LIMIT_S = 600  # of one run
 OURS = {  # the commands of this repository, without --seed and --output_dir
-    "batch_rl": "batch_rl/main.py --mode train --observers 2 --envs_per_observer 64 --lr 0.02",
+    "batch_rl": "batch_rl/until_solved.py",
     "one_process": "-m benchmarks.one_process --mode train --num_envs 128 --lr 0.02",
 }
 PEERS = {  # name: (program and flags, without the seed, requirements)

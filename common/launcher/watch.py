@@ -204,7 +204,7 @@ class Follower(Launcher):
         """Write that this launcher has ended, and why if it was its own rank."""
         own = verdict if verdict is not None and verdict.rank == self.rank else None
         with contextlib.suppress(LostError):
-            self.board.exchange(failure=own, left=True)
+            self.board.take_leave(failure=own, left=True)
 
 
 class Decider(Launcher):

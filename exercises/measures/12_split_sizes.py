@@ -4,7 +4,6 @@ import torch
 from common import report
 
 from model_parallel_resnet import single_machine as lesson
-from model_parallel_resnet.single_machine_flags import settle
 
 
 def pieces(args):
@@ -25,5 +24,5 @@ def pieces(args):
 if __name__ == "__main__":
     flags = lesson.build_parser().parse_args()
     flags.example = "exercises/12_split_sizes"
-    settle(flags, lesson.SPLIT_SIZES, lesson.NUM_CLASSES)
+    lesson.settle(flags)
     report.save_metrics(flags, {"pieces": pieces(flags)}, backend=None)

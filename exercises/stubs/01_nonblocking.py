@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 
-def run_nonblocking(rank, size, device):
+def run_nonblocking(rank: int, size: int, device: torch.device):
     """ノンブロッキング通信を2通り試します。1つ目のどこかに誤りがあります。
 
     rank, size: このランクの番号と、ランクの数。

@@ -1,11 +1,13 @@
 """02 データの分割 / A partition that loses nothing (6_4, p2p_collectives/train.py)."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 
-def __init__(self, data, sizes=(0.7, 0.2, 0.1), seed=1234):
+def __init__(self, data: Any, sizes: Sequence[float] = (0.7, 0.2, 0.1), seed: int = 1234):
     """データセットの位置を、指定した割合で、どのサンプルも失わずに分割します。
 
     self: `DataPartitioner`。`self.partitions`に、各部分の位置（`indexes`の一部）を順に入れます。

@@ -1,9 +1,10 @@
 """03 勾配の平均 / The average of the gradients (6_4, p2p_collectives/train.py)."""
 
 import torch.distributed as dist
+from torch import nn
 
 
-def average_gradients(model, share):
+def average_gradients(model: nn.Module, share: float):
     """全ランクの勾配を、サンプル数の割合で重み付けして平均します。
 
     model: このランクのモデル。`backward()`の後なので、各パラメーターの`param.grad`には、この

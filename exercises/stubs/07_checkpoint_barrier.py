@@ -18,24 +18,12 @@ def demo_checkpoint(rank, world_size, args):
     ddp_model = DDP(ToyModel().to(device), device_ids=gpu_of(device))
     loaded_model = DDP(ToyModel().to(device), device_ids=gpu_of(device))
 
-    path = [args.private_path]
+    path = [args.output_dir.resolve() / f".model.{os.getpid()}.tmp"]
     dist.broadcast_object_list(path)
     if rank == 0:
-        with report.replacing(path[0]) as temporary:
-            torch.save(ddp_model.state_dict(), temporary)
+        torch.save(ddp_model.state_dict(), path[0])
     loaded_model.load_state_dict(torch.load(path[0], map_location=device, weights_only=True))
     dist.barrier()
     if rank == 0:
         path[0].unlink()
-    loss_fn = nn.MSELoss()
-    optimizer = optim.SGD(loaded_model.parameters(), lr=args.lr)
-    inputs, labels = (tensor.to(device) for tensor in toy_samples(rank, args))
-    losses = []
-    for step in range(1, args.steps + 1):
-        optimizer.zero_grad()
-        outputs = loaded_model(inputs)
-        loss = loss_fn(outputs, labels)
-        losses.append(report.require_finite(loss, f"at step {step}"))
-        loss.backward()
-        optimizer.step()
-    return [*losses, results.loss_on(inputs, labels, loaded_model.module, loss_fn)]
+    return train(loaded_model, rank, device, args)

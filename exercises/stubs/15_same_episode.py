@@ -14,7 +14,7 @@ def __init__(self, world_size, args):
     world_size: プロセスの数。
     args: コマンドのフラグ。
     `self.generators`は、オブザーバーのid（ランク）をキーとする乱数生成器の辞書です。環境の初期状態は
-    ここから作ります。`--agent fast`（既定）では、行動を選ぶ乱数もここから作ります。
+    ここから作ります。`fast.py`では、行動を選ぶ乱数もここから作ります。
 
     Make the agent. There is a mistake in here.
 
@@ -22,7 +22,7 @@ def __init__(self, world_size, args):
     world_size: the number of processes.
     args: the flags of the command.
     `self.generators` has, by the id of an observer (its rank), a generator of random numbers. From
-    it come the first state of its environment and, with `--agent fast`, the choice of its actions.
+    it come the first state of its environment and, with `fast.py`, the choice of its actions.
     """
     self.args = args
     self.device = device_for(args.device)

@@ -2,20 +2,18 @@
 
 from tests.mutants import Mutant
 
-MAIN, SKEW, DATA = "ddp_basic/main.py", "ddp_basic/skew.py", "ddp_basic/data.py"
+MAIN, DATA = "ddp_basic/main.py", "ddp_basic/data.py"
+LOOP = "    for step in range(1, args.steps + 1):\n"
 MUTANTS = [
-    Mutant("zero_grad forgotten in demo_basic", MAIN,
-           "        optimizer.zero_grad()\n        outputs = ddp_model(inputs)\n",
-           "        outputs = ddp_model(inputs)\n", check="basic, gradients"),
-    Mutant("the bare model is called, not DDP", MAIN, "outputs = ddp_model(inputs)",
-           "outputs = model(inputs)", check="basic, gradients"),
+    Mutant("zero_grad forgotten", MAIN,
+           LOOP + "        optimizer.zero_grad()\n", LOOP, check="basic, gradients"),
+    Mutant("the bare model is called, not DDP", MAIN,
+           LOOP + "        optimizer.zero_grad()\n        outputs = ddp_model(inputs)",
+           LOOP + "        optimizer.zero_grad()\n        outputs = ddp_model.module(inputs)",
+           check="basic, gradients"),
     Mutant("all ranks have the same samples", DATA, "1000 * args.seed + 1 + rank", "1000 * args.seed + 1",
            check="samples", program=MAIN),
-    Mutant("step forgotten in demo_model_parallel", MAIN,
-           "loss_fn(outputs, labels.to(dev1))\n        losses.append(report.require_finite(loss, f\"at step {step}\"))\n"
-           "        loss.backward()\n        optimizer.step()\n",
-           "loss_fn(outputs, labels.to(dev1))\n        losses.append(report.require_finite(loss, f\"at step {step}\"))\n"
-           "        loss.backward()\n", check="model_parallel, (weights|gradients|losses)"),
+    Mutant("step forgotten", MAIN, "        optimizer.step()\n    return", "    return", check="basic, (weights|gradients|losses)"),
     Mutant("the checkpoint is never loaded", MAIN,
            "        loaded_model.load_state_dict(torch.load(path[0], map_location=device, weights_only=True))\n"[4:],
            "", check="checkpoint, weights"),
@@ -27,16 +25,16 @@ MUTANTS = [
            "    dist.barrier()  # Tutorial: none. Rank 0 may not delete before everybody has read\n", "",
            check="error: rank 1"),
     Mutant("the path is not broadcast", MAIN,
-           "    dist.broadcast_object_list(path)  # of rank 0: under torchrun, each process has made one up\n",
-           "", check="error: rank 1"),
+           "    dist.broadcast_object_list(path)  # rank 0's\n", "", check="error: rank 1"),
     Mutant("map_location forgotten", MAIN, "map_location=device, weights_only", "weights_only",
            check="how it is read"),
     Mutant("the split model loses its relu", MAIN, "x = self.relu(self.net1(x.to(self.dev0)))",
            "x = self.net1(x.to(self.dev0))", check="model_parallel, losses"),
     Mutant("all ranks are slow", MAIN, "if rank == slow_rank else 0.0", "if slow_rank is not None else 0.0",
            check="skew, who"),
-    Mutant("zero_grad forgotten in demo_skew", SKEW, "        optimizer.zero_grad()\n", "",
-           check="skew, gradients", program=MAIN),
+    Mutant("zero_grad forgotten in demo_skew", MAIN,
+           "        started = time.perf_counter()\n        optimizer.zero_grad()\n",
+           "        started = time.perf_counter()\n", check="skew, gradients"),
     Mutant("the loss of one rank is reported as that of all", "ddp_basic/results.py",
            "[statistics.fmean(step) for step in zip(*rows, strict=True)]", "rows[0]",
            check="reported losses", program=MAIN),

@@ -49,7 +49,7 @@ MUTANTS = [
            new="sum(g / b for g, b in zip(guessed, bags, strict=True)) / len(bags)"),
     Mutant("making batches counts as training time", **MAIN, check="metrics, steps per second",
            old="        batches = list(get_next_batch(rank, epoch, teacher, args))\n"
-               "        started, steps = time.perf_counter(), []\n",
-           new="        started, steps = time.perf_counter(), []\n"
+               "        history.begin_epoch()\n",
+           new="        history.begin_epoch()\n"
                "        batches = list(get_next_batch(rank, epoch, teacher, args))\n"),
 ]

@@ -68,7 +68,7 @@ MUTANTS = [
            old="max(trainer[key] for trainer in trainers)", new="min(trainer[key] for trainer in trainers)"),
     Mutant("making batches counts as training time", **MAIN, check="reported steps per second",
            old="        batches = list(get_next_batch(rank, epoch, teacher, args))\n"
-               "        started, steps = time.perf_counter(), []\n",
-           new="        started, steps = time.perf_counter(), []\n"
+               "        history.begin_epoch()\n",
+           new="        history.begin_epoch()\n"
                "        batches = list(get_next_batch(rank, epoch, teacher, args))\n"),
 ]

@@ -1,10 +1,10 @@
-"""Mistakes in the pipeline over RPC (tutorial 6_7), with its own order of the work."""
+"""Mistakes in the pipeline over RPC (tutorial 6_7)."""
 
 from tests.mutants import Mutant
 
 MAIN = "model_parallel_resnet/main.py"
 RESULTS = "model_parallel_resnet/results.py"
-SMALL = ("--arch", "resnet18", "--num_splits", "1", "3", "--backward", "whole")
+SMALL = ("--arch", "resnet18", "--num_splits", "1", "3")
 
 
 def mutant(name, old, new, check, file=MAIN):
@@ -22,11 +22,11 @@ MUTANTS = [
     mutant("parameters of one shard only",
            "for rref in (self.p1_rref, self.p2_rref)\n",
            "for rref in (self.p2_rref,)\n", "weights"),
-    mutant("each step twice", "        opt.step(context_id)\n",
-           "        opt.step(context_id)\n" * 2, "^steps$"),
+    mutant("each step twice", "                opt.step(context_id)\n",
+           "                opt.step(context_id)\n" * 2, "^steps$"),
     mutant("loss summed over micro-batches, not over images",
            "loss = loss_fn(outputs, labels)\n",
-           "n = model.num_split\n            loss = sum(map(loss_fn, outputs.tensor_split(n), "
+           "n = model.num_split\n                loss = sum(map(loss_fn, outputs.tensor_split(n), "
            "labels.tensor_split(n))) / n\n", "weights"),
     mutant("number of splits set only once", "            model.num_split = num_split\n",
            "            model.num_split = model.num_split or num_split\n", "micro-batches"),
@@ -35,20 +35,21 @@ MUTANTS = [
            "            nn.AdaptiveAvgPool2d((1, 1))).eval()\n", "running statistics"),
     mutant("no lock in the first shard",
            "        x = x_rref.to_here().to(self.device)  "
-           "# before the lock: it travels while others compute\n        with self._lock, measuring",
-           "        x = x_rref.to_here().to(self.device)\n        with measuring",
+           "# before the lock: it travels while others compute\n        with self._lock:\n",
+           "        x = x_rref.to_here().to(self.device)\n        if True:\n",
            "one micro-batch at a time|running"),
     mutant("activations detached between the shards",
            "            out = self.fc(torch.flatten(self.seq(x), 1))\n",
            "            out = self.fc(torch.flatten(self.seq(x.detach()), 1))\n",
            "weights|micro-batches"),
     mutant("weights of the second shard as torch gives them",
-           "args.num_classes)\n        self._init_weights()\n", "args.num_classes)\n", "initial"),
-    mutant("warm-up among the timed batches", "[times[1:] for times", "[times for times", "timed"),
+           "num_classes)\n        self._init_weights()\n", "num_classes)\n", "initial"),
+    mutant("both shards with one seed", "args=(block, blocks[2:], num_classes, device, 2 * seed + 2)",
+           "args=(block, blocks[2:], num_classes, device, 2 * seed + 1)", "outputs"),
+    mutant("warm-up among the timed batches", "[times[1:] for times", "[times for times", "timed", RESULTS),
     mutant("clock read before the backward",
-           "            loss = step(model, inputs, labels, opt)\n",
-           "            loss = step(model, inputs, labels, opt)\n            started = time.time()\n",
-           "timed"),
+           "                outputs = model(inputs)\n",
+           "                outputs = model(inputs)\n                started = time.time()\n", "timed"),
     mutant("rows of the table in another order", "zip(args.num_splits, medians, metrics",
            "zip(args.num_splits[::-1], medians, metrics", "rows", RESULTS),
     mutant("mean for median", "medians = [statistics.median(", "medians = [statistics.fmean(",

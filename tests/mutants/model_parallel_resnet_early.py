@@ -2,14 +2,13 @@
 
 from tests.mutants import Mutant
 
-MAIN, EARLY = "model_parallel_resnet/main.py", "model_parallel_resnet/early_backward.py"
-BUBBLE = "model_parallel_resnet/bubble.py"
+EARLY, MEASURING = "model_parallel_resnet/early_backward.py", "model_parallel_resnet/measuring.py"
 SMALL = ("--arch", "resnet18", "--num_splits", "1", "3")
 
 
 def mutant(name, old, new, check, file=EARLY):
     """All with the smaller model; its micro-batches are not all of one size."""
-    return Mutant(name, file, old, new, check=check, flags=SMALL, program=MAIN)
+    return Mutant(name, file, old, new, check=check, flags=SMALL, program=EARLY)
 
 
 MUTANTS = [
@@ -35,7 +34,7 @@ MUTANTS = [
     mutant("a plain backward, which stays on the master", "dist_autograd.backward(context_id, [loss])", "loss.backward()",
            "error|weights|micro-batches"),
     mutant("the loss of the last micro-batch", "return sum(losses)", "return losses[-1]", "losses"),
-    mutant("a wait counted twice", 'parts["messages"] += b - a - waited', 'parts["messages"] += b - a', "parts of made-up", BUBBLE),
+    mutant("a wait counted twice", 'parts["messages"] += b - a - waited', 'parts["messages"] += b - a', "parts of made-up", MEASURING),
     mutant("adding up counted as waiting", '        "add": "step", "step": "step"}', '        "step": "step"}', "parts of measured",
-           BUBBLE),
+           MEASURING),
 ]

@@ -2,8 +2,7 @@
 
 from tests.mutants import Mutant
 
-MAIN, OTHERS = "p2p_collectives/shared_memory.py", "p2p_collectives/hierarchical.py"
-WAYS, RESULTS = "p2p_collectives/collectives.py", "p2p_collectives/shared_memory_results.py"
+MAIN, RESULTS = "p2p_collectives/shared_memory.py", "p2p_collectives/shared_memory_results.py"
 MUTANTS = [
     Mutant("nobody waits for the others' tensors", MAIN, "        self.barrier()  # all tensors are written\n", "",
            check="by shared_memory"),
@@ -31,21 +30,20 @@ MUTANTS = [
            "of_all[0] = of_all[place]", check="all_gather by shared_memory"),
     Mutant("machines of the wrong ranks", MAIN, "first = rank - rank % args.ranks_per_machine", "first = 0",
            check="error|hierarchical", flags=("--timeout", "10")),
-    Mutant("rings inside of the machines", OTHERS, "range(shared.place, dist.get_world_size(), shared.size)",
-           "shared.ranks", program=MAIN, check="error|hierarchical, machines of 2", flags=("--timeout", "10")),
-    Mutant("the ring carries the whole tensor", OTHERS,
-           "self.ring(tensor.view(-1).tensor_split(self.shared.size)[self.shared.place])", "self.ring(tensor)",
-           program=MAIN, check="hierarchical|error", flags=("--timeout", "10")),
-    Mutant("no all-gather at the end", OTHERS, "        self.shared.all_gather(tensor)\n", "", program=MAIN,
+    Mutant("rings inside of the machines", MAIN, "range(shared.place, dist.get_world_size(), shared.size)",
+           "shared.ranks", check="error|hierarchical, machines of 2", flags=("--timeout", "10")),
+    Mutant("the ring carries the whole tensor", MAIN,
+           "self.ring(tensor.view(-1).tensor_split(self.shared.size)[self.shared.place])", "self.ring(tensor)", check="hierarchical|error", flags=("--timeout", "10")),
+    Mutant("no all-gather at the end", MAIN, "        self.shared.all_gather(tensor)\n", "",
            check="hierarchical, machines of 2"),
-    Mutant("a reduce-scatter that ends one slice early", WAYS, "    for step in range(1, size):",
-           "    for step in range(size - 1):", program=MAIN, check="reduce_scatter by ring"),
-    Mutant("slices are kept, not added", WAYS, "slices[rank - step - 1].add_(received)",
-           "slices[rank - step - 1].copy_(received)", program=MAIN, check="reduce_scatter by ring"),
-    Mutant("the all-gather is an all-reduce", WAYS, '"ring": ring_all_gather', '"ring": dist.all_reduce', program=MAIN,
+    Mutant("a reduce-scatter that ends one slice early", MAIN, "    for step in range(1, size):",
+           "    for step in range(size - 1):", check="reduce_scatter by ring"),
+    Mutant("slices are kept, not added", MAIN, "slices[rank - step - 1].add_(received)",
+           "slices[rank - step - 1].copy_(received)", check="reduce_scatter by ring"),
+    Mutant("the all-gather is an all-reduce", MAIN, '"ring": ring_all_gather', '"ring": dist.all_reduce',
            check="all_gather by ring"),
-    Mutant("wait forgotten", WAYS, "        dist.recv(slices[rank - step - 1], left)\n        send_req.wait()\n",
-           "        dist.recv(slices[rank - step - 1], left)\n", program=MAIN, check="requests"),
+    Mutant("wait forgotten", MAIN, "        dist.recv(slices[rank - step - 1], left)\n        send_req.wait()\n",
+           "        dist.recv(slices[rank - step - 1], left)\n", check="requests"),
     Mutant("the warm-up counts", MAIN, "                    if repeat > 0:", "                    if repeat >= 0:",
            check="reported time"),
     Mutant("the time of one's own, not of the slowest", MAIN,

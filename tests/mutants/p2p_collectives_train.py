@@ -2,28 +2,26 @@
 
 from tests.mutants import Mutant
 
-MAIN, AVERAGE, DATA = "p2p_collectives/train.py", "p2p_collectives/average.py", "p2p_collectives/data.py"
-RESULTS = "p2p_collectives/train_results.py"
-CLIP = "            nn.utils.clip_grad_norm_(net.parameters(), LONGEST_GRADIENT)\n"
-COMMENT = "            # After the average: clipped pieces would not add up to the whole batch's gradient.\n"
+MAIN, DATA, RESULTS = "p2p_collectives/train.py", "p2p_collectives/data.py", "p2p_collectives/train_results.py"
+FLAT, DDP = "p2p_collectives/train_flat.py", "p2p_collectives/train_ddp.py"
+CLIP = "    nn.utils.clip_grad_norm_(model.parameters(), LONGEST_GRADIENT)\n"
+COMMENT = "    # After the average: clipped pieces would not add up to the whole batch's gradient.\n"
 MUTANTS = [
-    Mutant("clip before the average", MAIN, "                average(model, share)\n" + COMMENT + CLIP,
-           "                nn.utils.clip_grad_norm_(net.parameters(), LONGEST_GRADIENT)\n"
-           "                average(model, share)\n", check="gradients|weights"),
+    Mutant("clip before the average", MAIN, "    average_gradients(model, share)\n" + COMMENT + CLIP,
+           CLIP + "    average_gradients(model, share)\n", check="gradients|weights"),
     Mutant("clip forgotten", MAIN, CLIP, "", check="gradients"),
-    Mutant("zero_grad forgotten", MAIN,
-           "            optimizer.zero_grad(set_to_none=False)  # keep the tensors: of `flat`, they are views\n",
-           "", check="gradients"),
-    Mutant("zero_grad loses the views of flat", MAIN, "zero_grad(set_to_none=False)", "zero_grad()",
-           check="flat, (gradients|weights)|error"),
+    Mutant("zero_grad forgotten", MAIN, "    optimizer.zero_grad()\n", "", check="gradients"),
+    Mutant("zero_grad forgotten with flat gradients", FLAT, "    optimizer.zero_grad()\n", "", check="gradients"),
+    Mutant("flat gradients in another order", FLAT, "zip(params, flat.split([param.numel() for param in params])",
+           "zip(params[::-1], flat.split([param.numel() for param in params[::-1]])", check="gradients|error"),
     Mutant("all_reduce of the last parameter only", MAIN,
            "        dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)  # left out in one printing of it\n",
-           "    dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)\n", check="per_parameter, gradients|error"),
-    Mutant("the sum for the mean", MAIN, "        param.grad *= share", "        param.grad *= 1", check="per_parameter, gradients"),
+           "    dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)\n", check="gradients|error"),
+    Mutant("the sum for the mean", MAIN, "        param.grad *= share", "        param.grad *= 1", check="gradients"),
     Mutant("pieces weigh the same", MAIN, "        param.grad *= share", "        param.grad /= dist.get_world_size()",
-           check="per_parameter, gradients"),
-    Mutant("pieces weigh the same in DDP", MAIN, "(loss * share * size).backward()", "loss.backward()",
-           check="ddp, gradients"),
+           check="gradients"),
+    Mutant("pieces weigh the same in DDP", DDP, "(loss * share * dist.get_world_size()).backward()", "loss.backward()",
+           check="gradients"),
     Mutant("all ranks train on the first part", MAIN, "partitioner.use(dist.get_rank())", "partitioner.use(0)",
            check="images"),
     Mutant("the parts overlap: a seed for each rank", MAIN, "partition_sizes, args.seed)",
@@ -32,19 +30,18 @@ MUTANTS = [
     Mutant("the same order and dropout on all ranks", MAIN, "1000 * epoch + rank)", "1000 * epoch)", check="images|loss"),
     Mutant("lengths rounded down, as in the tutorial", MAIN, "len(data) + 0.5)", "len(data))", check="images|error"),
     Mutant("constant learning rate", MAIN, "args.lr * (1 - epoch / args.epochs)", "args.lr", check="settings"),
-    Mutant("dropout never on", MAIN, "            output = model(data.to(device))",
-           "            net.eval()\n            output = model(data.to(device))", check="images|loss"),
+    Mutant("dropout never on", MAIN, "    output = model(data)\n",
+           "    model.eval()\n    output = model(data)\n", check="images|loss"),
     Mutant("dropout stays off after the first evaluation", RESULTS, "    net.train()\n", "", check="images|loss", program=MAIN),
-    Mutant("accuracy of the training set", MAIN, "results.accuracy(net, test_images, test_labels)\n            results",
-           "results.accuracy(net, *train_set.data.tensors)\n            results", check="reported epochs"),
+    Mutant("accuracy of the training set", MAIN, "results.accuracy(net, test_set, device)\n            results",
+           "results.accuracy(net, train_set.data, device)\n            results", check="reported epochs"),
     Mutant("other weights on each rank", MAIN, "    torch.manual_seed(args.seed)  # the same on all ranks: all start with the same weights\n",
            "    torch.manual_seed(args.seed + rank)\n", check="weights|error"),
     Mutant("a resumed training starts without momentum", MAIN,
            '    optimizer.load_state_dict(state["optimizer"])\n', "", check="resumed, weights"),
-    Mutant("the loss of each batch has the same weight", MAIN, "* len(target) / len(train_set))",
-           "/ len(global_batches))", check="reported epochs"),
+    Mutant("the loss of each batch has the same weight", MAIN, "loss * len(target) / len(train_set)",
+           "loss / len(global_batches)", check="reported epochs"),
     Mutant("one sample of each part is lost", DATA, "cut(torch.randperm(len(train_set)),",
            "cut(torch.randperm(len(train_set))[1:],", check="images", program=MAIN),
-    Mutant("flat is not weighted", AVERAGE, "        self.flat *= share\n", "        self.flat /= dist.get_world_size()\n",
-           check="flat, gradients", program=MAIN),
+    Mutant("flat is not weighted", FLAT, "    flat *= share\n", "    flat /= dist.get_world_size()\n", check="gradients"),
 ]

@@ -1,7 +1,7 @@
-r"""`--envs vector`: one vector environment for all K of an observer, and bytes in the messages.
+r"""The experiment of fast.py with one vector environment for an observer, and bytes in messages.
 
-gymnasium's own vector CartPole steps 64 environments in the time in which one after the other does
-six. What is left then is the agent, so that works in large pieces, too:
+What differs: gymnasium's own vector CartPole steps 64 environments in the time in which one after
+the other does six. What is left then is the agent, so that works in large pieces, too:
 
     observer: a vector environment                        agent
     +--------------------------+                          +------------------------------------+
@@ -11,9 +11,17 @@ six. What is left then is the agent, so that works in large pieces, too:
     +--------------------------+ -- returns ------------> | steps, in pieces that fit a cache  |
                                                           +------------------------------------+
 
-    python batch_rl/main.py --observers 5 --envs_per_observer 64
+    python batch_rl/vector.py --observers 5                      16 environments each
+    python batch_rl/vector.py --observers 5 --envs_per_observer 64
+    python batch_rl/vector.py --observers 5 --envs sync          one after the other, see below
+    python batch_rl/vector.py --check                            the same numbers as one process?
 
-Three things to know:
+What it wins: the second command makes about 115,000 environment steps/s in batches, the first one
+41,000, and `fast.py --observers 5` 2,400 (2 cores; docs/results/batch_rl_64.json, batch_rl_16.json,
+batch_rl.json). `--envs sync` has gymnasium's vector environment in which one steps after
+the other, as those must of which there is no vector version.
+
+What it costs, three things to know:
 
 - **The step that resets.** This environment resets itself, in NEXT_STEP mode: the step after the
   last one of a stretch ignores its action, has no reward, and brings the first state of the next.
@@ -34,8 +42,9 @@ from gymnasium.vector import AutoresetMode
 from torch.distributed import rpc
 from torch.nn import functional as F
 
-from batch_rl.fast_agent import AgentName, FastAgent
-from batch_rl.main import EPS, Observer
+from batch_rl import main as tutorial
+from batch_rl.fast import AgentName, FastAgent
+from batch_rl.main import EPS, Observer, role_name  # noqa: F401  role_name: launchers
 from batch_rl.results import ENV_NAME
 
 VECTORIZATION_MODES = {"vector": "vector_entry_point", "sync": "sync"}  # gymnasium's, by --envs
@@ -43,28 +52,28 @@ ROWS = 5000  # states in a piece of the training: its hidden layer, 2.5 MB, stay
 
 
 class Environments:
-    """K environments in one, of the kind `--envs`, and what the steps of an episode brought."""
+    """Hold K environments in one, of the kind `--envs`, and what an episode's steps brought."""
 
     def __init__(self, num_envs, kind):
         self.envs = gym.make_vec(ENV_NAME, num_envs=num_envs,
                                  vectorization_mode=VECTORIZATION_MODES[kind])
         assert self.envs.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
 
-    def reset(self, n_steps, seed):
+    def reset(self, n_steps: int, seed: int) -> np.ndarray:
         """Begin an episode of so many steps; its first states, an array (K, 4)."""
         shape = (n_steps, self.envs.num_envs)
         self.rewards = np.zeros(shape)
         self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
         return self.envs.reset(seed=seed)[0]
 
-    def step(self, step, actions):
+    def step(self, step: int, actions: bytes) -> np.ndarray:
         """Take the step of this number with K actions, the bytes; the next states (K, 4)."""
         (states, self.rewards[step], self.terminated[step], self.truncated[step],
          _) = self.envs.step(np.frombuffer(actions, np.int8))
         return states
 
-    def returns(self, gamma):
-        """The discounted return of each step, a tensor (K, steps), and the mean first length.
+    def returns(self, gamma: float) -> tuple[torch.Tensor, np.ndarray]:
+        """Compute each step's discounted return, a tensor (K, steps), and the first lengths (K,).
 
         NaN where a step was a reset; see `Observer.run_episode` for the rest.
         """
@@ -82,7 +91,7 @@ class Environments:
 
 
 class VectorObserver(Observer):
-    """An observer whose environments are one."""
+    """Own one vector environment and play the episodes that the agent asks for."""
 
     def __init__(self, args):
         self.id = rpc.get_worker_info().id - 1
@@ -90,7 +99,7 @@ class VectorObserver(Observer):
         self.envs = Environments(args.envs_per_observer, args.envs)
 
     def run_episode(self, agent_rref, batch, n_steps, seed):
-        """See `Observer.run_episode`; the returns of steps that were resets are NaN."""
+        """Play as `Observer.run_episode`; the returns of steps that were resets are NaN."""
         select_action = VectorAgent.select_action_batch if batch else VectorAgent.select_action
         agent, states = agent_rref.owner(), self.envs.reset(n_steps, seed)
         for step in range(n_steps):
@@ -102,7 +111,7 @@ class VectorObserver(Observer):
 
 
 class Group:
-    """What the agent has for the environments that ask at the same time: K of each observer.
+    """Keep what the agent has for the environments that ask at the same time: K of each observer.
 
     Args:
         agent: the agent.
@@ -126,12 +135,12 @@ class Group:
         self.uniforms = agent.rng.random(shape)
 
     def next_step(self):
-        """Nobody has asked yet, and nobody has an answer."""
+        """Begin a step: nobody has asked yet, and nobody has an answer."""
         self.states = {}
         self.answers = [torch.futures.Future() for _ in self.observers]
 
-    def answer(self, ob_id, states):
-        """A future of an observer's actions; the last one to ask completes those of all."""
+    def answer(self, ob_id: int, states: bytes) -> torch.futures.Future:
+        """Return a future of an observer's actions; the last one to ask completes those of all."""
         with self.lock:
             self.states[ob_id] = states
             asked, answers = self.states, self.answers
@@ -146,7 +155,7 @@ class Group:
         return answers[ob_id]
 
     def act(self, states, ob_id=None):
-        """States of all observers, or of one, to their actions, all bytes; and what is saved."""
+        """Choose actions for all observers, or one: both bytes; return also what is saved."""
         saved = self.saved_log_probs if ob_id is None else self.saved_log_probs[ob_id]
         where = len(saved) if ob_id is None else (len(saved), [ob_id])
         states = np.frombuffer(b"".join(states), np.float32).reshape(-1, self.num_envs, 4)
@@ -156,8 +165,8 @@ class Group:
         actions = (self.uniforms[where] > left).astype(np.int8)
         return [row.tobytes() for row in actions], (states, actions)
 
-    def probs(self, states, keep):
-        """`Policy.forward`, with given dropout masks (..., 128), for states (..., 4)."""
+    def probs(self, states: np.ndarray, keep: np.ndarray) -> torch.Tensor:
+        """Compute `Policy.forward` of states (..., 4) with given dropout masks (..., 128)."""
         policy = self.policy
         states = torch.tensor(states).to(policy.affine1.weight)  # which says on what, in what
         x = F.relu(policy.affine1(states)) * torch.from_numpy(keep).to(states)
@@ -166,7 +175,7 @@ class Group:
         return F.softmax(F.linear(x, weight, policy.affine2.bias), dim=-1)
 
     def pieces(self, batch, weights):
-        """The log-probabilities of the episode's actions, with their graph, a piece at a time.
+        """Compute the actions' log-probabilities, with their graph, a piece of the episode a time.
 
         Args:
             batch: whether the episode was played in batches.
@@ -191,17 +200,17 @@ class Group:
 
 
 class VectorAgent(FastAgent):
-    """An agent for vector environments."""
+    """Decides for vector environments and learns from whole episodes at once."""
 
-    observer, n_groups = VectorObserver, 1
+    n_groups = 1  # of the environments of an observer, each of which asks for itself
 
-    def __init__(self, world_size, args):
-        super().__init__(world_size, args)
+    def __init__(self, world_size, args, observer_class=VectorObserver):
+        super().__init__(world_size, args, observer_class)
         self.rng = np.random.default_rng(args.seed)  # of dropout and actions
 
     @staticmethod
     def select_action(number, ob_id, states):
-        """As `Agent.select_action`; the random numbers depend on the observer and the step."""
+        """Answer as `Agent.select_action`; random numbers depend on the observer and the step."""
         group = AgentName().local_value().groups[number]
         actions, saved = group.act([states], ob_id)
         group.saved_log_probs[ob_id].append(saved)
@@ -210,23 +219,23 @@ class VectorAgent(FastAgent):
     @staticmethod
     @rpc.functions.async_execution
     def select_action_batch(number, ob_id, states):
-        """As `Agent.select_action_batch`, with a future for each observer in place of `.then`."""
+        """Answer as `Agent.select_action_batch`; a future for each observer in place of `.then`."""
         return AgentName().local_value().groups[number].answer(ob_id, states)
 
-    def run_episode(self, batch):
-        """See `Agent.run_episode`."""
+    def run_episode(self, batch: bool) -> float:
+        """Play as `Agent.run_episode`, with new groups."""
         num_envs = self.args.envs_per_observer // self.n_groups
         self.groups = [Group(self, batch, num_envs) for _ in range(self.n_groups)]
         return super().run_episode(batch)
 
-    def late(self):
-        """The observers for whose states a batch waits."""
+    def late(self) -> set[int]:
+        """Return the observers for whose states a batch waits."""
         everyone = set(range(len(self.ob_rrefs)))
         waiting = [set(group.states) for group in self.groups if group.states]
         return everyone - set.intersection(everyone, *waiting) if waiting else everyone
 
-    def finish_episode(self, batch, ep_reward):
-        """As `Agent.finish_episode`, from the states: they and the masks give the same graph."""
+    def finish_episode(self, batch: bool, ep_reward: float) -> None:
+        """Learn as `Agent.finish_episode`, from the states: with the masks they give the graph."""
         played = ~self.returns.isnan()  # all but resets
         std, mean = torch.std_mean(self.returns[played], correction=0)
         weights = torch.where(played, (self.returns - mean) / (std + EPS), 0.0)
@@ -241,3 +250,31 @@ class VectorAgent(FastAgent):
         require_finite(policy_loss, "after an episode")
         self.optimizer.step()
         self.running_reward = 0.5 * ep_reward + 0.5 * self.running_reward
+
+
+def run_worker(rank, world_size, args):
+    """Time episodes as main.py does, with the agent for vector environments."""
+    return tutorial.run_worker(rank, world_size, args, VectorAgent)
+
+
+def build_parser(example="batch_rl_vector", description=__doc__):
+    """Make the parser: the flags of main.py, and `--envs`."""
+    parser = tutorial.build_parser(example, description)
+    parser.set_defaults(envs_per_observer=16)
+    add_envs_flag(parser)
+    return parser
+
+
+def add_envs_flag(parser):
+    """Add `--envs`, which says how the vector environments step."""
+    parser.add_argument("--envs", choices=["sync", "vector"], default="vector",
+                        help="sync: inside of the vector environment one steps after the other")
+
+
+def main(argv=None):
+    """Compare, or `--check`; see main.py."""
+    return tutorial.compare(run_worker, build_parser().parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()

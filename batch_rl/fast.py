@@ -1,0 +1,78 @@
+"""The experiment of main.py without an RRef in the requests; a timeout names who is late.
+
+What differs: the observers know the agent by its name. An RRef in each request is counted on both
+sides; the agent is there for as long as the observers are, so its name will do.
+
+What it wins: an RRef in each request costs about 15% of the environment steps per second
+(docs/measurements/batch_rl.md). What it costs: one agent in a process, which a global variable has.
+
+    python batch_rl/fast.py                            with and without batches
+    python batch_rl/fast.py --check                    the same numbers as one process?
+"""
+
+from torch.distributed import rpc
+
+from batch_rl import main as tutorial
+from batch_rl.main import AGENT_NAME, OBSERVER_NAME, role_name  # noqa: F401  role_name: launchers
+
+_agent = None  # on rank 0, where the requests find it
+
+
+class AgentName:
+    """Stands for an RRef of the agent, but only its name travels."""
+
+    def owner(self):
+        """Return the worker that has the agent."""
+        return rpc.get_worker_info(AGENT_NAME)
+
+    def local_value(self):
+        """Return the agent, on its worker."""
+        return _agent
+
+
+class FastAgent(tutorial.Agent):
+    """Decides and learns as `Agent`; the observers know it by its name."""
+
+    def __init__(self, world_size, args, observer_class=tutorial.Observer):
+        super().__init__(world_size, args, observer_class)
+        self.agent_rref = AgentName()
+
+    def run_episode(self, batch: bool) -> float:
+        """Play as `Agent.run_episode`.
+
+        Raises:
+            TimeoutError: names the observers for whose states the others have waited too long.
+        """
+        global _agent
+        _agent = self
+        try:
+            return super().run_episode(batch)
+        except RuntimeError as error:
+            if "set timeout" not in str(error) or not batch:
+                raise
+            names = ", ".join(OBSERVER_NAME.format(ob_id + 1) for ob_id in sorted(self.late()))
+            waited = f"for {self.args.timeout:g} s"
+            raise TimeoutError(f"timed out: no states from {names} {waited}") from None
+
+    def late(self) -> set[int]:
+        """Return the observers for whose states a batch waits."""
+        return set(range(len(self.ob_rrefs))) - set(self.states)
+
+
+def run_worker(rank, world_size, args):
+    """Time episodes as main.py does, with the fast agent."""
+    return tutorial.run_worker(rank, world_size, args, FastAgent)
+
+
+def build_parser():
+    """Make the parser: the flags of main.py."""
+    return tutorial.build_parser("batch_rl_fast", __doc__)
+
+
+def main(argv=None):
+    """Compare, or `--check`; see main.py."""
+    return tutorial.compare(run_worker, build_parser().parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()
