@@ -1,4 +1,4 @@
-# make demo    CartPole over RPC, trained until solved (about a minute on 2 cores, after the installation)
+# make demo    CartPole over RPC, trained until solved (two or three minutes on 2 cores, after the installation)
 # make quick   the tests that one runs after each edit
 # make test    the whole test suite, on the CPU
 # make soak    kills, full disks and mixed runs, again and again; writes docs/reliability.md
