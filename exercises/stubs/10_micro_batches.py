@@ -3,7 +3,7 @@
 import torch
 
 
-def forward(self, x):
+def forward(self, x: torch.Tensor) -> torch.Tensor:
     """バッチをマイクロバッチに分け、2つのデバイスが同時に働けるように順伝搬します。
 
     self: `PipelineParallelResNet50`。前半`self.seq1`は`self.dev0`に、後半`self.seq2`と全結合層

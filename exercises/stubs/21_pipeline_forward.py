@@ -4,7 +4,7 @@ import torch
 from torch.distributed.rpc import RRef
 
 
-def forward(self, xs):
+def forward(self, xs: torch.Tensor) -> torch.Tensor:
     """バッチをマイクロバッチに分け、worker1、worker2の順に通します。
 
     self: `DistResNet50`（マスターの上）。
