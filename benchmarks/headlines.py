@@ -31,6 +31,8 @@ HEADLINES = {  # name: (command, what makes it short, the keys that name the row
                               ("trainers", "consistency")),
     "batch_update": ("-m common.tracing param_server/flat_update.py",
                      "--arch resnet18 --image_size 32 --world_size 2 --num_updates 2", ()),
+    "batch_update_traced": ("-m common.tracing param_server/batch_update.py",
+                            "--arch resnet18 --image_size 32 --world_size 2 --num_updates 2", ()),
     "batch_update_tensors": ("param_server/batch_update.py",
                              "--arch resnet18 --image_size 32 --world_size 2 --num_updates 2", ()),
     "ddp_rpc_hybrid": ("ddp_rpc_hybrid/main.py", "--epochs 2", ()),

@@ -39,7 +39,7 @@ AWAY = r"(has not answered|did not answer) for \d+ s"
 
 OF_A_RANK = {
     "exception": Fault("it raises ValueError", "ValueErrorを送出する", "raised ValueError", traceback=True),
-    "long traceback": Fault("it raises ValueError with a message of 20 MB", "20 MBのメッセージを持つValueErrorを送出する",
+    "long traceback": Fault("it raises ValueError with a message of 10 MB", "10 MBのメッセージを持つValueErrorを送出する",
                             "raised ValueError", traceback=True, note="the traceback is printed without its middle",
                             note_ja="トレースバックは中ほどを省いて表示する"),
     "KeyboardInterrupt": Fault("it raises KeyboardInterrupt", "KeyboardInterruptを送出する", "raised KeyboardInterrupt",

@@ -86,7 +86,7 @@ def wait_for_a_lock():
 # What a rank does to itself, by its key in tests/fault_table.py.
 FAULTS = {
     "exception": lambda: throw(ValueError("sabotage")),
-    "long traceback": lambda: throw(ValueError("x" * 20_000_000)),
+    "long traceback": lambda: throw(ValueError("x" * 10_000_000)),
     "KeyboardInterrupt": lambda: throw(KeyboardInterrupt()),
     "os._exit(0)": lambda: os._exit(0),
     "sys.exit(0)": lambda: sys.exit(0),

@@ -157,7 +157,7 @@ def test_each_bar_has_its_label(tmp_path, monkeypatch):
 
 def test_the_documented_command(tmp_path):
     """With small flags: the numbers, the pictures, and what this hardware can show."""
-    command = commands_in(README)[1][1:]
+    command = next(command[1:] for command in commands_in(README) if MAIN in command)
     assert command == [MAIN, "--num_repeat", "7"]
     result = run(script(*command, *SMALL, "--device", "cpu", "--num_repeat", 2, "--num_batches", 2), tmp_path,
                  cold=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

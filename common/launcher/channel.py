@@ -24,6 +24,10 @@ LIMIT = timedelta(seconds=60)  # of a single call that waits for a key
 PIECE = 2**22  # bytes: a TCPStore refuses values of 8 MiB
 
 
+class LostError(Exception):
+    """The store is gone: whoever served it has ended."""
+
+
 def open_store(host, port, listener=None):
     """Return a client of the store at an address; with `listener`, also serve it on that socket.
 
@@ -65,13 +69,16 @@ def write_result(store, rank, result):
 
 
 def read_result(store, rank, pieces):
-    """Return what `write_result` has written."""
+    """Return what `write_result` has written.
+
+    Raises:
+        LostError: the store is gone.
+    """
     keys = [f"result/{rank}/{number}" for number in range(pieces)]
-    return json.loads(b"".join(ours(store).get(key) for key in keys))
-
-
-class LostError(Exception):
-    """The store is gone: whoever served it has ended."""
+    try:
+        return json.loads(b"".join(ours(store).get(key) for key in keys))
+    except RuntimeError:
+        raise LostError from None
 
 
 class Board:

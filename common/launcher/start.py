@@ -72,6 +72,10 @@ def _start_and_watch(run_worker, args, names):
             store, init_method, launcher = _meet(args, names, interruption)
             processes.start(run_worker, ranks, init_method, interruption)
             verdict = launcher.watch(processes.by_rank, interruption)
+            # Before this launcher leaves: then that of rank 0, which serves the store, may end.
+            results = [] if verdict else read_results(launcher, store, ranks)
+        except channel.LostError:
+            verdict = launcher.of_lost_store()
         except KeyboardInterrupt:
             verdict = watch.Failure(ranks[0], "was interrupted")
         except CannotStartError as error:
@@ -88,10 +92,13 @@ def _start_and_watch(run_worker, args, names):
         if verdict:
             watch.report(verdict, names, len([rank for rank in ranks if rank != verdict.rank]))
             raise SystemExit(1)
-        statuses = {rank: launcher.board.values[f"rank/{rank}"] for rank in ranks}
-        results = [channel.read_result(store, rank, status["pieces"])
-                   for rank, status in statuses.items() if status["pieces"]]
     return results[0] if results else None
+
+
+def read_results(launcher, store, ranks):
+    """Return what those of `ranks` have written that have a result."""
+    pieces = {rank: launcher.status(rank)["pieces"] for rank in ranks}
+    return [channel.read_result(store, rank, count) for rank, count in pieces.items() if count]
 
 
 class CannotStartError(Exception):
