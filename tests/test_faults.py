@@ -3,6 +3,7 @@
 A new lesson is one more row in PROGRAMS.
 """
 
+import contextlib
 import importlib
 import math
 import os
@@ -198,6 +199,7 @@ def filled(pattern, rank, roles, timeout_s=TIMEOUT_S):
 
 
 _here = threading.local()
+_launchers = []  # process ids, as of `launcher`
 _original_start = start.Processes.start
 
 
@@ -222,6 +224,9 @@ def clean(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "tmp").mkdir()
     yield
+    while _launchers:  # of a test that has failed: their ranks end with them
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(_launchers.pop(), signal.SIGKILL)
     # But for the fork server's socket, which serves the next test too, and torch's cache.
     left = [path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith(("pymp-", "torchinductor_"))]
     assert left == []
@@ -363,7 +368,7 @@ def test_spawn(program, clean, tmp_path, capfd):
         assert time.monotonic() < deadline, (folder / "err").read_text()
         time.sleep(0.05)
     os.kill(pid, signal.SIGINT)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = ended(pid)
     assert (folder / "err").read_text() == f"\ninterrupted; stopped {len(roles)} processes\n"
     assert status == 130
     gone(pids)
@@ -444,8 +449,10 @@ def launcher(program, folder, timeout_s=TIMEOUT_S):
     folder.mkdir()
     pid = os.fork()
     if pid:
+        _launchers.append(pid)
         return pid
     os.setsid()
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # it ends with pytest
     torch.set_num_threads(1)  # the threads of OpenMP are not there any more, and it would wait for them
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
@@ -476,12 +483,19 @@ def test_fault_of_the_launcher(program, clean, tmp_path):
     for name, pid in launchers.items():
         os.kill(pid, getattr(signal, name))
     for name, pid in launchers.items():
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        status = ended(pid)
         err = (tmp_path / name / "err").read_text()
         assert status == signals[name], err
         expected = "" if name == "SIGKILL" else f"\ninterrupted; stopped {len(pids[name])} processes\n"
         assert err == expected
     gone([pid for of_launcher in pids.values() for pid in of_launcher])
+
+
+def ended(pid):
+    """Wait for a launcher; its exit status."""
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _launchers.remove(pid)
+    return status
 
 
 def gone(pids):
