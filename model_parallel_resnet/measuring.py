@@ -17,6 +17,7 @@ import itertools
 import statistics
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -204,8 +205,9 @@ def _copies_of(owner):
 
     Which of them this process makes is what the master calls it, a script or not.
     """
-    module = timeline.lesson_file(inspect.getsourcefile(owner)).removesuffix(".py")
-    return {owner, getattr(importlib.import_module(module.replace("/", ".")), owner.__name__)}
+    path = Path(inspect.getsourcefile(owner))
+    module = importlib.import_module(f"{path.parent.name}.{path.stem}")
+    return {owner, getattr(module, owner.__name__)}
 
 
 def _place_of(definition):
