@@ -26,7 +26,7 @@ from tests import sabotage
 from tests.fault_table import OF_A_RANK, OF_SEVERAL, STANDSTILL
 
 TIMEOUT_S = 4.0
-PATIENT_S = 20.0  # of those who wait for a rank that will raise, or be killed: the machine is busy
+PATIENT_S = 40.0  # of those who wait for a rank that will raise, or be killed: the machine is busy
 
 
 class Program(NamedTuple):
