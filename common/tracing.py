@@ -222,13 +222,13 @@ def main(argv=None):
         refuse("give a program of a lesson that has SPANS in its results, such as "
                "param_server/main.py, and its flags", None)
     module = importlib.import_module(program)
-    launches = module if hasattr(module, "launch") else common.program  # where it is looked up
-    launch = launches.launch
-    launches.launch = lambda run_worker, args, role_name: launch(Traced(program), args, role_name)
+    launch = common.program.launch
+    common.program.launch = lambda run_worker, args, role_name: launch(
+        Traced(program), args, role_name)
     try:
         return module.main(flags)
     finally:
-        launches.launch = launch
+        common.program.launch = launch
 
 
 if __name__ == "__main__":

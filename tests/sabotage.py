@@ -120,15 +120,14 @@ def replace(what, wrapper):
 def main(name, rank, what, slowed, *flags):
     """Run the lesson `name` with `for_ever` in place of its `run_worker`."""
     lesson = importlib.import_module(name)
-    launches = lesson if hasattr(lesson, "launch") else program  # where the name is looked up
-    launch = launches.launch
+    launch = program.launch
 
     def launch_for_ever(run_worker, args, role_name):
         args.lesson, args.moment, args.pause_s = name, args.output_dir / "moment", PAUSE_S
         args.raises, args.slowed = None if what == "-" else [int(rank), what], slowed.split(",")
         return launch(for_ever, args, role_name)
 
-    launches.launch = launch_for_ever
+    program.launch = launch_for_ever
     lesson.main(list(flags))
 
 

@@ -31,7 +31,7 @@ from param_server import data as param_server_data
 from param_server import main as param_server
 from rpc_rnn import data as rpc_rnn_data
 from rpc_rnn.data import load_language
-from rpc_rnn.results import LocalRNNModel
+from rpc_rnn.saving import LocalRNNModel
 from tests.helpers import ROOT, run
 
 # Every program, and what it calls when its input is good, other than `run_program`.
@@ -202,7 +202,7 @@ def stubbed(monkeypatch, tmp_path):
     for name, calls in PROGRAMS.items():
         module = importlib.import_module(name)
         for call in calls:
-            monkeypatch.setattr(module if hasattr(module, call) else program, call, accept)
+            monkeypatch.setattr(module, call, accept)
         with contextlib.suppress(ModuleNotFoundError):  # what `--check` calls
             oracle = importlib.import_module(f"{name}_check".replace("main_check", "check"))
             monkeypatch.setattr(oracle, "launch", accept, raising=False)
@@ -560,8 +560,7 @@ def some_gpu(monkeypatch):
 ])
 def test_metrics_say_where_the_tensors_were(
         module, flags, backend, device, tmp_path, monkeypatch, some_gpu):
-    launches = module if hasattr(module, "launch") else program  # where the name is looked up
-    monkeypatch.setattr(launches, "launch", lambda *_: plausible(backend))
+    monkeypatch.setattr(program, "launch", lambda *_: plausible(backend))
     module.main([*flags, "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "metrics.json").read_text())["device"] == device
 
