@@ -31,7 +31,7 @@ from torch.distributed.optim import DistributedOptimizer
 from rpc_rnn import main as lesson
 from rpc_rnn.data import columns, get_next_batch, load_language, require_inputs
 from rpc_rnn.prefetch import PrefetchingModel
-from rpc_rnn.results import (
+from rpc_rnn.saving import (
     OPTIMIZERS,
     OPTIMIZERS_WITH_STATE,
     LocalRNNModel,

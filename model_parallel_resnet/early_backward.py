@@ -11,10 +11,11 @@ has to write down.
     early_backward.py  worker1  F0 F1 F2 F3 B0 .. B1 .. B2 .. B3 step
                        worker2  .. F0 B0 F1 B1 F2 B2 F3 B3 .. .. step
 
-On a quiet machine 4 micro-batches took 1.71 s a batch, and 1.89 s in main.py's order
-(docs/measurements/model_parallel_resnet.md); `python -m benchmarks.model_parallel_resnet` compares
-them. Two backwards of a worker may run at a time: that takes a core which the other one leaves
-idle, and is worth more than turns. What it costs:
+What it wins depends on the machine: 4 micro-batches took 1.71 s a batch, and 1.89 s in main.py's
+order, when it was written (docs/measurements/model_parallel_resnet.md); in the last measurement
+both took 2.3 s (docs/results/pipeline_schedules.json, 2 cores, ranges of a second). Measure with
+`python -m benchmarks.model_parallel_resnet`. Two backwards of a worker may run at a time: that
+takes a core which the other one leaves idle. What it costs:
 
 - a context of its own for each micro-batch. The first gradient that reaches a worker makes its
   autograd count what every gradient of that context has to wait for; a forward that comes later
@@ -47,7 +48,8 @@ from torch.distributed.rpc import RRef
 from model_parallel_resnet import main as tutorial
 from model_parallel_resnet.data import get_batch, require_sizes
 from model_parallel_resnet.main import MASTER_NAME, WORKERS, role_name
-from model_parallel_resnet.results import Batches, fetch_work, finish, record_calls
+from model_parallel_resnet.measuring import fetch_work, record_calls
+from model_parallel_resnet.results import Batches, finish
 
 
 class EarlyResNet50(tutorial.DistResNet50):

@@ -42,7 +42,8 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 
 from model_parallel_resnet.data import get_batch, require_sizes
-from model_parallel_resnet.results import Batches, fetch_work, finish, record_work
+from model_parallel_resnet.measuring import fetch_work, record_work
+from model_parallel_resnet.results import Batches, finish
 
 MASTER_NAME = "master"
 WORKERS = ["worker1", "worker2"]

@@ -226,7 +226,6 @@ def _wait_for(device):
 # --- what the spans say
 
 
-
 def parts_of(spans, workers, window):
     """The parts of one batch.
 

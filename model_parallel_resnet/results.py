@@ -7,13 +7,6 @@ import time
 from common import picture, report, timeline
 
 from model_parallel_resnet import measuring
-from model_parallel_resnet.measuring import (  # noqa: F401  the programs take them from here
-    fetch_work,
-    gather_work,
-    record_calls,
-    record_stages,
-    record_work,
-)
 
 TUTORIAL_S = {1: 16.45, 2: 12.33, 4: 10.16, 8: 9.08}  # 6_7, cell 18: three batches of 120, two GPUs
 STAGES = 2

@@ -48,7 +48,8 @@ from torch.distributed.pipelining import (
 from model_parallel_resnet import results
 from model_parallel_resnet.data import get_batch, require_sizes
 from model_parallel_resnet.main import ARCHS, ResNetShard1, ResNetShard2, add_flags
-from model_parallel_resnet.results import Batches, gather_work, record_stages
+from model_parallel_resnet.measuring import gather_work, record_stages
+from model_parallel_resnet.results import Batches
 
 STAGES = ["stage0", "stage1"]
 LOOP, V = [[0, 2], [1, 3]], [[0, 3], [1, 2]]  # the stages of each rank, where the model is in four

@@ -38,7 +38,7 @@ from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from rpc_rnn import results
+from rpc_rnn import results, saving
 from rpc_rnn.data import columns, get_next_batch, load_language, require_inputs
 
 RPC_THREADS = 4  # that execute incoming calls; 16, the default, make 4% fewer steps per second
@@ -137,7 +137,7 @@ class RNNModel(nn.Module):
 
     def make_optimizer(self, args: Namespace) -> DistributedOptimizer:
         """Make one optimizer for parameters anywhere, each of which steps where it is."""
-        return DistributedOptimizer(results.optimizer_class(args), self.parameter_rrefs(),
+        return DistributedOptimizer(saving.optimizer_class(args), self.parameter_rrefs(),
                                     lr=args.lr)
 
     def set_mode(self, training: bool, seed: int) -> None:
@@ -172,7 +172,7 @@ def run_trainer(rank: int, world_size: int, args: Namespace, model_class: type =
     opt = model.make_optimizer(args)
     criterion = nn.CrossEntropyLoss()
     epochs, initial_val_loss = (
-        results.restore(model, opt, rank, args) if args.resume
+        saving.restore(model, opt, rank, args) if args.resume
         else ([], results.evaluate(model, criterion, val_table, args.bptt)))
     history = results.History(args, train_table, epochs, initial_val_loss, show=rank == 1)
     for epoch in range(len(epochs), args.epochs):
@@ -197,7 +197,7 @@ def run_trainer(rank: int, world_size: int, args: Namespace, model_class: type =
         history.end_epoch(results.evaluate(model, criterion, val_table, args.bptt))
         if rank == 1:
             results.log_epoch(role_name(rank, world_size), history)
-            results.save(model, opt, history, language, args)
+            saving.save(model, opt, history, language, args)
     return results.summary(history, model, language, args) if rank == 1 else None
 
 
@@ -227,7 +227,7 @@ def build_parser(example: str = "rpc_rnn", description: str = __doc__) -> Parser
     add("--dropout", type=bounded(float, at_least=0, at_most=1), default=0.0, metavar="P",
         help="of embeddings and states; small texts need some")
     add("--lr", type=bounded(float, above=0), default=0.005, help="learning rate")
-    add("--optimizer", choices=results.OPTIMIZERS, default="adam",
+    add("--optimizer", choices=saving.OPTIMIZERS, default="adam",
         help="on every owner of parameters")
     parser.add_checkpoint_flags()
     return parser
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     require_one_trainer(args)
-    results.require_checkpoint(args, require_inputs(args))
+    saving.require_checkpoint(args, require_inputs(args))
     return run_program(run_worker, args, role_name, results.finish)
 
 

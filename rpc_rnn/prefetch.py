@@ -52,7 +52,8 @@ from torch.distributed.optim import DistributedOptimizer
 from rpc_rnn import data
 from rpc_rnn import main as tutorial
 from rpc_rnn.main import role_name
-from rpc_rnn.results import OPTIMIZERS_WITH_STATE, finish, require_checkpoint
+from rpc_rnn.results import finish
+from rpc_rnn.saving import OPTIMIZERS_WITH_STATE, require_checkpoint
 
 
 class PrefetchingModel(tutorial.RNNModel):

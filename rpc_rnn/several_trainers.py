@@ -41,7 +41,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from rpc_rnn import main as tutorial
 from rpc_rnn.data import require_inputs
 from rpc_rnn.main import Decoder, EmbeddingTable, role_name
-from rpc_rnn.results import finish, optimizer_class, require_checkpoint
+from rpc_rnn.results import finish
+from rpc_rnn.saving import optimizer_class, require_checkpoint
 
 _parts = weakref.WeakValueDictionary()  # they live as long as a trainer refers to them
 _parts_lock = threading.Lock()

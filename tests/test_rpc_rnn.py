@@ -12,7 +12,8 @@ import torch
 from rpc_rnn import check, prefetch, results, several_trainers
 from rpc_rnn import main as rpc_rnn
 from rpc_rnn.data import MarkovChain, columns, get_next_batch, load_language
-from rpc_rnn.results import SAMPLE_LENGTH, LocalRNNModel
+from rpc_rnn.results import SAMPLE_LENGTH
+from rpc_rnn.saving import LocalRNNModel
 from tests.helpers import ROOT, bad, end, run, running, script, torchrun
 
 MAIN, SEVERAL = "rpc_rnn/main.py", "rpc_rnn/several_trainers.py"

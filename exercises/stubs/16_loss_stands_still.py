@@ -33,10 +33,10 @@ def run_trainer(rank: int, world_size: int, args: Namespace, model_class: type =
                         args.seed, args.device)
     opt = model.make_optimizer(args)
     # シングルプロセスの訓練ループと同じオプティマイザー / as in a training loop of one process
-    optimizer = results.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
+    optimizer = saving.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     criterion = nn.CrossEntropyLoss()
     epochs, initial_val_loss = (
-        results.restore(model, opt, rank, args) if args.resume
+        saving.restore(model, opt, rank, args) if args.resume
         else ([], results.evaluate(model, criterion, val_table, args.bptt)))
     history = results.History(args, train_table, epochs, initial_val_loss, show=rank == 1)
     for epoch in range(len(epochs), args.epochs):
@@ -55,5 +55,5 @@ def run_trainer(rank: int, world_size: int, args: Namespace, model_class: type =
         history.end_epoch(results.evaluate(model, criterion, val_table, args.bptt))
         if rank == 1:
             results.log_epoch(role_name(rank, world_size), history)
-            results.save(model, opt, history, language, args)
+            saving.save(model, opt, history, language, args)
     return results.summary(history, model, language, args) if rank == 1 else None
