@@ -10,15 +10,16 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import joblib
 import pytest
 import torch
 import torch.distributed as dist
-from common import cli
+from common import cli, program
 from common.launcher import channel, environment, launch, start, watch
 from common.launcher.network import interface_towards, is_loopback
-from common.launcher.worker import failure_of
+from common.launcher.worker import exit_now, failure_of
 from common.session import backend_for, group_options, wait_all
 
 from tests.helpers import run, script, torchrun
@@ -195,7 +196,7 @@ def test_start_method(method, monkeypatch, tmp_path, capfd):
 
 TWO_LAUNCHES = """
 import sys, time
-from common import cli
+from common import cli, program
 from common.launcher import launch
 def nothing(rank, world_size, args):
     return {} if rank == 0 else None
@@ -267,7 +268,7 @@ def test_threads_of_the_user(monkeypatch):
 
 
 THREADS = """
-from common import cli
+from common import cli, program
 from common.launcher import launch
 import torch
 def threads(rank, world_size, args):
@@ -418,3 +419,26 @@ def test_a_launcher_leaves_a_slow_store(monkeypatch):
     board.take_leave(left=True)
     board.close()
     assert store.written[-1]["left"]
+
+
+def test_a_result_is_read_before_its_launcher_leaves(monkeypatch, tmp_path):
+    """When it has left, the launcher of rank 0 may end, and with it the store in which the result is."""
+    left = []
+    follower = SimpleNamespace(watch=lambda *_: None, status=lambda _: {"pieces": 1}, close=left.append,
+                               board=SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(start, "_meet", lambda *_: (None, "tcp://localhost:1", follower))
+    monkeypatch.setattr(start.Processes, "start", lambda *_: None)
+    monkeypatch.setattr(channel, "read_result", lambda *_: {"left": bool(left)})
+    args = parse("--rank", "1", "--master_addr", "localhost", "--output_dir", str(tmp_path))
+    assert not launch(None, args, role_name)["left"]
+    assert left == [None]
+
+
+@pytest.mark.parametrize(("module", "registered"), [("__main__", 1), ("rpc_rl.main", 0)])
+def test_the_end_of_a_rank_of_torchrun(module, registered, monkeypatch):
+    """A script ends at once, as other ranks do; a program that somebody else has imported leaves the end to him."""
+    at_exit = []
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
+    program.end_at_once(SimpleNamespace(__module__=module))
+    assert at_exit == [(exit_now, 0)] * registered
