@@ -115,7 +115,8 @@ def test_cut_cable(path, for_ever, roles, way, machines, port, tmp_path):
             machines.cut()
             cut = time.monotonic()
             ended = [run.communicate(timeout=TIMEOUT_S + 60) for run in (here, there)]
-            assert time.monotonic() - cut < TIMEOUT_S + 10
+            # torchrun's agent looks for its store on the other machine for 5 s more before it ends.
+            assert time.monotonic() - cut < TIMEOUT_S + (20 if way == "torchrun" else 10)
             for run, (_, err), unreachable in zip((here, there), ended, (1, 0), strict=True):
                 assert run.returncode == 1
                 errors = [line for line in err.splitlines() if line.startswith("error:")]
