@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
+from common.recorder import Recorder, copies, gathered
 from common.session import device_for
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_basic import main as lesson
 
@@ -32,7 +31,7 @@ def single_process(args):
     """Train on the samples of all ranks in one batch.
 
     Returns:
-        For each rank its steps, as its recorder would have them; and the losses of the ranks after
+        For each rank its steps, as `Seen` would have them; and the losses of the ranks after
         the last step.
     """
     torch.manual_seed(args.seed)
@@ -68,11 +67,12 @@ def samples_of(rank, args):
     return inputs, inputs @ draw(args.seed, 10, 5) / 10**0.5
 
 
-class Recorder:
-    """What one rank does in each step, by demo; PyTorch's hooks call it."""
+class Seen:
+    """What one rank does in each step, by demo."""
 
     def __init__(self):
         self.demo, self.barriers, self.steps, self.step, self.loads = None, 0, {}, {}, []
+        self.left_behind = False
 
     def begin(self, demo):
         """From now on, `demo` runs."""
@@ -86,11 +86,11 @@ class Recorder:
             self.step["labels"] = inputs[1].detach().cpu()
             self.step["loss"] = output.item()
 
-    def stepped(self, optimizer, *_):
+    def stepped(self, optimizer):
         """After any optimizer's step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.step["gradients"] = [p.grad.detach().cpu().clone() for p in parameters]
-        self.step["weights"] = [p.detach().cpu().clone() for p in parameters]
+        self.step["gradients"] = copies(p.grad for p in parameters)
+        self.step["weights"] = copies(parameters)
         self.step["learning rate"] = [group["lr"] for group in optimizer.param_groups]
         self.step["samples"] = [self.step.pop(half, []) for half in ("inputs", "labels")]
         self.steps[self.demo].append(self.step)
@@ -100,60 +100,57 @@ class Recorder:
 def record(rank, world_size, args):
     """Run the lesson with a recorder; rank 0 returns the findings."""
     torch.set_default_dtype(torch.float64)
-    recorder, everyone = Recorder(), [None] * world_size
-    leave, barrier, save, load = dist.destroy_process_group, dist.barrier, torch.save, torch.load
-
-    def gather_and_leave():
-        dist.all_gather_object(everyone, recorder)
-        recorder.left_behind = any(args.output_dir.glob(".model.*"))
-        leave()
-
-    def noted_barrier(*options, **more):
-        recorder.barriers += 1
-        key = f"{recorder.demo}: rank {rank} is at barrier {recorder.barriers}"
-        dist.distributed_c10d._get_default_store().set(key, "")
-        return barrier(*options, **more)
+    seen, everyone = Seen(), []
+    store = dist.distributed_c10d._get_default_store  # of the group that there is then
 
     def is_at_barrier(other, number):
-        key = f"{recorder.demo}: rank {other} is at barrier {number}"
-        return dist.distributed_c10d._get_default_store().check([key])
+        return store().check([f"{seen.demo}: rank {other} is at barrier {number}"])
 
-    def latest_save(state, file, **options):
-        """Who does not wait for the file finds none: the others come first."""
-        if isinstance(file, Path):  # tensors are pickled this way, too
-            wait_until(lambda: all(is_at_barrier(other, 1) for other in range(1, world_size)))
-        save(state, file, **options)
+    with Recorder() as recorder:
+        recorder.on_forward(after=seen.forward)
+        recorder.on_step(after=seen.stepped)
 
-    def latest_load(file, **options):
-        """Where rank 0 does not wait for the others, it removes the file before they read it."""
-        if not isinstance(file, Path):
+        @recorder.around(dist, "destroy_process_group")
+        def gather_and_leave(leave):
+            seen.left_behind = any(args.output_dir.glob(".model.*"))
+            everyone.extend(gathered(seen))
+            leave()
+
+        @recorder.around(dist, "barrier")
+        def noted_barrier(barrier, *options, **more):
+            seen.barriers += 1
+            store().set(f"{seen.demo}: rank {rank} is at barrier {seen.barriers}", "")
+            return barrier(*options, **more)
+
+        @recorder.around(torch, "save")
+        def latest_save(save, state, file, **options):
+            """Who does not wait for the file finds none: the others come first."""
+            if isinstance(file, Path):  # tensors are pickled this way, too
+                wait_until(lambda: all(is_at_barrier(other, 1) for other in range(1, world_size)))
+            save(state, file, **options)
+
+        @recorder.around(torch, "load")
+        def latest_load(load, file, **options):
+            """Where rank 0 does not wait for the others, it removes the file before they read."""
+            if not isinstance(file, Path):
+                return load(file, **options)
+            if rank > 0 and file.exists():
+                wait_until(lambda: is_at_barrier(0, 2) or not file.exists())
+            device = torch.device(options.get("map_location") or "meta")
+            seen.loads.append([device == device_for(args.device), options.get("weights_only")])
             return load(file, **options)
-        if rank > 0 and file.exists():
-            wait_until(lambda: is_at_barrier(0, 2) or not file.exists())
-        recorder.loads.append([torch.device(options.get("map_location") or "meta") ==
-                               device_for(args.device), options.get("weights_only")])
-        return load(file, **options)
 
-    def recorded(demo):
-        honest = lesson.DEMOS[demo]
+        def recorded(demo, run):
+            def begin_and_run(*place):
+                seen.begin(demo)
+                return run(*place)
 
-        def run(*place):
-            recorder.begin(demo)
-            return honest(*place)
+            return begin_and_run
 
-        return run
-
-    hooks = [register_module_forward_hook(recorder.forward),
-             register_optimizer_step_post_hook(recorder.stepped)]
-    with (mock.patch.object(dist, "destroy_process_group", gather_and_leave),
-          mock.patch.object(dist, "barrier", noted_barrier),
-          mock.patch.object(torch, "save", latest_save),
-          mock.patch.object(torch, "load", latest_load),
-          mock.patch.dict(lesson.DEMOS, {demo: recorded(demo) for demo in args.demos})):
+        recorder.enter_context(mock.patch.dict(lesson.DEMOS, {
+            demo: recorded(demo, lesson.DEMOS[demo]) for demo in args.demos}))
         metrics = lesson.run_worker(rank, world_size, args)
-    for hook in hooks:
-        hook.remove()
-    return compare(metrics, everyone, recorder, args) if rank == 0 else None
+    return compare(metrics, everyone, seen.left_behind, args) if rank == 0 else None
 
 
 def wait_until(condition):
@@ -170,8 +167,8 @@ def check(program, args):
     return verdict(launch(record, args, program.role_name))
 
 
-def compare(metrics, everyone, recorder, args):
-    """The findings as a dict, on rank 0; `everyone` has the recorders of all ranks."""
+def compare(metrics, everyone, left_behind, args):
+    """The findings as a dict, on rank 0; `everyone` has what each rank has seen."""
     findings = Comparison(f"{args.world_size} processes")
     oracle, last = single_process(args)
     for demo in args.demos:
@@ -201,7 +198,7 @@ def compare(metrics, everyone, recorder, args):
         findings.holds("checkpoint, how it is read", loads == [[[True, True]]] * args.world_size,
                        "each rank reads it once, onto its device and with weights_only; "
                        f"[onto its device, weights_only] were {loads}")
-        findings.holds("checkpoint, what is left", not recorder.left_behind,
+        findings.holds("checkpoint, what is left", not left_behind,
                        "the file is removed when all have read it")
     return findings.as_dict()
 

@@ -23,6 +23,7 @@ import gymnasium as gym
 import torch
 from common.launcher import launch
 from common.oracle import Comparison, in_float64, verdict
+from common.recorder import Recorder, named_gradients, named_weights
 from torch import nn
 
 from rpc_rl import main as tutorial
@@ -56,7 +57,7 @@ class DistinctRewards(gym.Wrapper):
         return state, 1 + 0.1 * self.ob_id + 0.001 * self.steps, *others
 
 
-def record(rank, world_size, args):
+def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Run the program `args.program`, recorded.
 
     Returns:
@@ -65,63 +66,65 @@ def record(rank, world_size, args):
         name; `last_reward` and `running_reward`. None on observers.
     """
     torch.set_default_dtype(torch.float64)
-    program = importlib.import_module(args.program)
-    if rank > 0:
-        make, limit = gym.make, {"max_episode_steps": TIME_LIMIT} if rank == 1 else {}
-        gym.make = lambda *a, **k: DistinctRewards(make(*a, **k, **limit), rank)
-        program.run_worker(rank, world_size, args)
-        return None
-    episodes = []
-    record_agent(FastAgent if args.fast else tutorial.Agent, episodes)
-    return {"metrics": program.run_worker(rank, world_size, args), "episodes": episodes}
+    program, episodes = importlib.import_module(args.program), []
+    with Recorder() as recorder:
+        if rank > 0:
+            @recorder.around(gym, "make")
+            def make(original, *place, **options):
+                limit = {"max_episode_steps": TIME_LIMIT} if rank == 1 else {}
+                return DistinctRewards(original(*place, **options, **limit), rank)
+        else:
+            record_agent(recorder, FastAgent if args.fast else tutorial.Agent, episodes)
+        metrics = program.run_worker(rank, world_size, args)
+    return {"metrics": metrics, "episodes": episodes} if rank == 0 else None
 
 
-def record_agent(agent_class, episodes):
+def record_agent(recorder: Recorder, agent_class: type, episodes: list[dict]) -> None:
     """Append to `episodes` what each one was, from now on."""
-    run_episode, finish_episode = agent_class.run_episode, agent_class.finish_episode
-    select_action, report_reward = agent_class.select_action, agent_class.report_reward
-    forward = nn.Dropout.forward
     asking = threading.local()  # two RPC threads answer requests
     now = {}
 
-    def recorded_run_episode(agent):
+    @recorder.around(agent_class, "run_episode")
+    def run_episode(original, agent):
         now.clear()
         now.update({ob_id: {"states": [], "actions": [], "rewards": [], "masks": []}
                     for ob_id in agent.ob_rrefs})
-        run_episode(agent)
+        original(agent)
 
-    def recorded_select_action(agent, ob_id, state, *reward):
+    @recorder.around(agent_class, "select_action")
+    def select_action(original, agent, ob_id, state, *reward):
         asking.ob_id = ob_id
-        action = select_action(agent, ob_id, state, *reward)
+        action = original(agent, ob_id, state, *reward)
         now[ob_id]["states"].append(state)
         now[ob_id]["actions"].append(action)
         return action
 
-    def recorded_report_reward(agent, ob_id, reward):
+    @recorder.around(agent_class, "report_reward")
+    def report_reward(original, agent, ob_id, reward):
         now[ob_id]["rewards"].append(reward)
-        report_reward(agent, ob_id, reward)
+        original(agent, ob_id, reward)
 
-    def recorded_finish_episode(agent):
-        last_reward = finish_episode(agent)
-        named = dict(agent.policy.named_parameters())
+    @recorder.around(agent_class, "finish_episode")
+    def finish_episode(original, agent):
+        last_reward = original(agent)
         episodes.append({
             "observers": list(now.values()), "last_reward": last_reward,
             "running_reward": agent.running_reward,
-            "gradients": {name: p.grad.tolist() for name, p in named.items()},
-            "weights": {name: p.tolist() for name, p in named.items()}})
+            "gradients": as_lists(named_gradients(agent.policy)),
+            "weights": as_lists(named_weights(agent.policy))})
         return last_reward
 
-    def recorded_dropout(module, x):
+    @recorder.around(nn.Dropout, "forward")
+    def dropout(original, module, x):
         """Keep with what `nn.Dropout` has multiplied; only the tutorial's agent uses it."""
-        y = forward(module, x)
+        y = original(module, x)
         now[asking.ob_id]["masks"].append((y / x).tolist())
         return y
 
-    agent_class.run_episode = recorded_run_episode
-    agent_class.select_action = recorded_select_action
-    agent_class.report_reward = recorded_report_reward
-    agent_class.finish_episode = recorded_finish_episode
-    nn.Dropout.forward = recorded_dropout
+
+def as_lists(named: dict[str, torch.Tensor]) -> dict[str, list]:
+    """Return tensors by name as what JSON can hold."""
+    return {name: tensor.tolist() for name, tensor in named.items()}
 
 
 def single_process(args, run):
@@ -184,14 +187,14 @@ def single_process(args, run):
         normalised = (returns - returns.mean()) / (returns.std(correction=0) + eps)
         adam.zero_grad()
         (-(torch.stack(log_probs) * normalised).sum()).backward()
-        gradients = {name: p.grad.tolist() for name, p in named.items()}
+        gradients = as_lists({name: p.grad for name, p in named.items()})
         adam.step()
         worst = min(sum(observer["rewards"]) for observer in observers)
         running_reward += 0.05 * (worst - running_reward)
         episodes.append({
             "observers": observers, "last_reward": worst, "running_reward": running_reward,
             "gradients": gradients,
-            "weights": {name: p.tolist() for name, p in named.items()}})
+            "weights": as_lists(named)})
     return episodes
 
 

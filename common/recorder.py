@@ -1,0 +1,135 @@
+"""What an oracle looks on with, while a program runs in its own processes.
+
+    with Recorder() as recorder:
+        @recorder.around(Agent, "run_episode")
+        def run_episode(original, agent, batch):     # is called in its place
+            started = time.perf_counter()
+            result = original(agent, batch)
+            seconds.append(time.perf_counter() - started)
+            return result
+
+        recorder.on_forward(after=lambda module, inputs, output: ...)
+        recorder.on_step(after=lambda optimizer: steps.append(named_weights(model)))
+        program.run_worker(rank, world_size, args)
+
+The program is the reader's own: nothing in it knows of being recorded. At the end of the `with`,
+all is as before.
+"""
+
+import contextlib
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+from torch import nn
+from torch.nn.modules import module as every_module
+from torch.optim import optimizer as every_optimizer
+
+
+class Recorder(contextlib.ExitStack):
+    """Puts functions and hooks into a program, and takes them out again."""
+
+    def put(self, owner: object, name: str, value: object) -> None:
+        """Set an attribute of a module, a class or an object."""
+        self.enter_context(mock.patch.object(owner, name, value))
+
+    def around(self, owner: object, name: str) -> Callable[[Callable], Callable]:
+        """Decorate the function that is called in place of `owner.name`.
+
+        It gets the original as its first argument. RPC still finds it: it has the original's name.
+        """
+        original = getattr(owner, name)
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+
+        def decorate(function: Callable) -> Callable:
+            @functools.wraps(original)
+            def recorded(*args, **kwargs):
+                return function(original, *args, **kwargs)
+
+            self.put(owner, name, staticmethod(recorded) if is_static else recorded)
+            return function
+
+        return decorate
+
+    def on_forward(self, before: Callable | None = None, after: Callable | None = None) -> None:
+        """Call `before(module, inputs)` and `after(module, inputs, output)`: of every module."""
+        if before:
+            self._hooked(every_module.register_module_forward_pre_hook(before))
+        if after:
+            self._hooked(every_module.register_module_forward_hook(after))
+
+    def on_step(self, before: Callable | None = None, after: Callable | None = None) -> None:
+        """Call `before(optimizer)` and `after(optimizer)` at each step: of every optimizer."""
+        if before:
+            self._hooked(every_optimizer.register_optimizer_step_pre_hook(
+                lambda optimizer, *_: before(optimizer)))
+        if after:
+            self._hooked(every_optimizer.register_optimizer_step_post_hook(
+                lambda optimizer, *_: after(optimizer)))
+
+    def on_context(self, after: Callable[[int, tuple[float, float]], Any]) -> None:
+        """Call `after(context_id, (entered, left))` at the end of each context of dist autograd.
+
+        The gradients are still there. The seconds are those of `time.perf_counter`. A context that
+        an exception leaves is no step.
+        """
+
+        class Context(dist_autograd.context):
+            def __enter__(self):
+                self.entered, self.id = time.perf_counter(), super().__enter__()
+                return self.id
+
+            def __exit__(self, *error):
+                if error[0] is None:
+                    after(self.id, (self.entered, time.perf_counter()))
+                super().__exit__(*error)
+
+        self.put(dist_autograd, "context", Context)
+
+    def _hooked(self, handle) -> None:
+        self.callback(handle.remove)
+
+
+def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors to the CPU; of a DTensor, what is on this rank."""
+    here = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    return [tensor.detach().cpu().clone() for tensor in here]
+
+
+def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Copy the weights of a module, by name."""
+    named = dict(module.named_parameters())
+    return dict(zip(named, copies(named.values()), strict=True))
+
+
+def named_gradients(module: nn.Module, context_id: int | None = None) -> dict[str, torch.Tensor]:
+    """Copy the gradients of a module, by name: those in a context before those in `.grad`.
+
+    A parameter without a gradient is left out.
+    """
+    in_context = {} if context_id is None else dist_autograd.get_gradients(context_id)
+    named = {name: in_context.get(parameter, parameter.grad)
+             for name, parameter in module.named_parameters()}
+    named = {name: gradient for name, gradient in named.items() if gradient is not None}
+    return dict(zip(named, copies(named.values()), strict=True))
+
+
+def current_context() -> int | None:
+    """Return the distributed autograd context of this thread; None outside of any."""
+    try:
+        return dist_autograd._current_context()._context_id()
+    except RuntimeError:
+        return None
+
+
+def gathered(recorded: Any) -> list[Any]:
+    """Return what all ranks of the default group pass, in their order; each rank calls it."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, recorded)
+    return everyone
