@@ -29,7 +29,7 @@ from common import report
 from common.cli import PlainParser, bounded, refuse
 from tqdm import tqdm
 
-from benchmarks import pictures
+from benchmarks import docs, pictures
 from benchmarks.headlines import HEADLINES, ON_REQUEST
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,12 +171,15 @@ def is_whole(run):
 def draw(folders, results, quick):
     """Draw the pictures of commands, or take them from their last run, into `results/NAME/`.
 
+    Those that no page shows are not kept.
+
     Args:
         folders: `{name: where its runs are}`.
         results: the folder.
         quick: whether they were short.
     """
     runs = {name: runs_in(folder) for name, folder in folders.items()}
+    shown = "".join(page.read_text() for page in docs.pages())
     for name, folder in folders.items():
         drawn = sorted((folder / str(len(runs[name]))).glob("*.png"))
         if drawn:
@@ -185,6 +188,9 @@ def draw(folders, results, quick):
             shutil.copyfile(path, results / name / path.name)
         if name in pictures.FROM_ALL_RUNS:
             pictures.draw(name, command_of(name, quick), runs[name], results / name)
+        for path in () if quick else (results / name).glob("*.png"):
+            if f"{name}/{path.name}" not in shown:
+                path.unlink()
     if set(sum(pictures.CONSISTENCY.values(), ())) <= set(runs):
         pictures.draw_consistency(runs, results / "param_server" / "consistency.png")
 

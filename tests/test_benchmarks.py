@@ -27,7 +27,8 @@ def bench(tmp_path, monkeypatch):
         Bench.runs.append((name, folder.name))
         folder.mkdir(parents=True)
         (folder / "metrics.json").write_text(json.dumps({**MACHINE, "wall_s": len(Bench.runs)}))
-        (folder / "timeline.png").write_text(f"{name} {folder.name}")
+        for picture in ("learning_curve.png", "unseen.png"):
+            (folder / picture).write_text(f"{name} {folder.name}")
 
     monkeypatch.setenv("PICTURE_LANGUAGES", "")  # so that it is put back
     monkeypatch.setattr(benchmarks, "measure", measure)
@@ -54,7 +55,8 @@ def test_pictures_are_of_all_runs_or_of_the_last(bench):
     benchmarks.main(["ring", "rpc_rl"])
     command = benchmarks.HEADLINES["ring"][0]
     assert bench.drawn == [("ring", command, [1, 3, 5], bench.results / "ring")]
-    assert (bench.results / "rpc_rl" / "timeline.png").read_text() == "rpc_rl 3"
+    (kept,) = (bench.results / "rpc_rl").iterdir()  # of the two that a run draws: what a page shows
+    assert (kept.name, kept.read_text()) == ("learning_curve.png", "rpc_rl 3")
     benchmarks.main(["ring", "--draw"])
     assert len(bench.runs) == 6
     assert bench.drawn == [("ring", command, [1, 3, 5], bench.results / "ring")] * 2
