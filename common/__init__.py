@@ -1,15 +1,17 @@
-"""What every tutorial repeats and none teaches. Where nothing of it can run, this says so."""
+"""What every tutorial repeats and none teaches. Where nothing of it can run, one line says why."""
 
 import os
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-PYTHON, TORCH = (3, 11), (2, 11)  # the oldest
+# The oldest. A still older Python must get as far as the line: hence the quoted annotations.
+PYTHON, TORCH = (3, 11), (2, 11)
 
 
-def why_not(platform=sys.platform, python=sys.version_info[:2]):
-    """Why these examples cannot run here, as one sentence, or None."""
+def why_not(platform: str = sys.platform,
+            python: "tuple[int, int]" = sys.version_info[:2]) -> "str | None":
+    """Explain in a sentence why these examples cannot run here; return None where they can."""
     if platform == "win32":
         return ("torch has no RPC on Windows; use WSL, Windows' own Linux: `wsl --install`, then "
                 "the same commands there (https://learn.microsoft.com/windows/wsl/install)")
@@ -25,7 +27,7 @@ def why_not(platform=sys.platform, python=sys.version_info[:2]):
     return None
 
 
-def open_standard_streams():
+def open_standard_streams() -> None:
     """Open /dev/null in place of what is closed (`2>&-`): else a socket would take its number."""
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:

@@ -1,20 +1,24 @@
 """Checkpoints: written whole or not at all, read with `weights_only=True`, of the same example."""
 
 import io
+from argparse import Namespace
+from collections.abc import Callable, Collection
+from typing import NoReturn
 
 import torch
 from common.cli import starts_rank
 from common.limits import reason_of, refuse, shortened
 from common.report import replacing
+from torch import nn
 
 COUNTERS = ("epochs", "episodes", "env_steps")  # how much is behind a training
 
 
 class NotSavedError(Exception):
-    """Says what has happened in words that go on after "rank 0 (agent) ..."."""
+    """Carries what has happened, in words that go on after "rank 0 (agent) ..."."""
 
 
-def save(args, state):
+def save(args: Namespace, state: dict) -> None:
     """Write `state` (tensors and plain Python values) to `args.checkpoint`.
 
     Raises:
@@ -30,8 +34,8 @@ def save(args, state):
         raise NotSavedError(f"could not write {args.checkpoint}: {error.strerror}") from None
 
 
-def load(args, needs=()):
-    """The state in `args.checkpoint`, as `save` was given it, on the CPU.
+def load(args: Namespace, needs: Collection[str] = ()) -> dict:
+    """Return the state in `args.checkpoint`, as `save` was given it, on the CPU.
 
     Raises:
         SystemExit: 2 after one line, if the file is missing, truncated or not a checkpoint of this
@@ -51,8 +55,9 @@ def load(args, needs=()):
     return state
 
 
-def inspect(args, needs=(), make_model=None):
-    """Before any process starts: the state to resume from, or None.
+def inspect(args: Namespace, needs: Collection[str] = (),
+            make_model: Callable[[], nn.Module] | None = None) -> dict | None:
+    """Return the state to resume from, or None, before any process starts.
 
     A file that is not a checkpoint is refused, and so never lost.
 
@@ -70,12 +75,12 @@ def inspect(args, needs=(), make_model=None):
     return state if args.resume else None
 
 
-def reject(args, why):
-    """Refuse `--checkpoint`."""
+def reject(args: Namespace, why: str) -> NoReturn:
+    """Refuse `--checkpoint`: the sentence goes on with `why`."""
     refuse(f"--checkpoint {shortened(args.checkpoint)} {why}", args.checkpoint_rank)
 
 
-def _counts(state):
+def _counts(state: dict) -> bool:
     """Return whether the counters are what they can be: whole numbers, or a list of what was."""
     history = state.get("history", [])
     kept = {**state, **history} if isinstance(history, dict) else state
@@ -85,7 +90,7 @@ def _counts(state):
         for counter in counters)
 
 
-def _shapes(weights):
+def _shapes(weights: object) -> dict | None:
     if not isinstance(weights, dict):
         return None
     return {name: getattr(tensor, "shape", None) for name, tensor in weights.items()}

@@ -4,7 +4,9 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,18 +34,18 @@ LONGEST_S = 10_000_000.0  # a third of a year: what the timers of all libraries 
 
 
 class PlainParser(argparse.ArgumentParser):
-    """An argument parser without flags: a default in every help text, and one-line errors."""
+    """Parses arguments; shows a default in every help text, and refuses in one line."""
 
-    def __init__(self, description):
+    def __init__(self, description: str) -> None:
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
 
-    def error(self, message):
-        """One line instead of argparse's usage and line."""
+    def error(self, message: str) -> NoReturn:
+        """End with one line, instead of argparse's usage and line."""
         refuse(shortened(message, 500))
 
 
 class Parser(PlainParser):
-    """The parser of an example, with the shared flags.
+    """Parses the flags of an example, and those that all examples share.
 
     Args:
         example: the folder's name, which names the outputs too.
@@ -53,7 +55,8 @@ class Parser(PlainParser):
         distributed: False for an example of one process: no ranks, no timeout, not under torchrun.
     """
 
-    def __init__(self, example, description, world_size=1, min_world_size=1, distributed=True):
+    def __init__(self, example: str, description: str, world_size: int | None = 1,
+                 min_world_size: int = 1, distributed: bool = True) -> None:
         super().__init__(description)
         self.distributed = distributed
         self.set_defaults(example=example, checkpoint_rank=0, default_master_addr=None,
@@ -87,7 +90,7 @@ class Parser(PlainParser):
         add("--check", action="store_true",
             help="prove the example against a single process instead of running it")
 
-    def add_checkpoint_flags(self):
+    def add_checkpoint_flags(self) -> None:
         """Add `--checkpoint FILE` and `--resume`.
 
         Rank 0 writes the file, unless `set_defaults(checkpoint_rank=...)` names another one.
@@ -96,7 +99,8 @@ class Parser(PlainParser):
                           help="save the training here (default: nowhere)")
         self.add_argument("--resume", action="store_true", help="continue from --checkpoint")
 
-    def parse_args(self, args=None, namespace=None):
+    def parse_args(self, args: Sequence[str] | None = None,
+                   namespace: argparse.Namespace | None = None) -> argparse.Namespace:
         """Parse and validate.
 
         Raises:
@@ -121,8 +125,8 @@ class Parser(PlainParser):
         require_writable_folder("--output_dir", args.output_dir, rank=None)
         return args
 
-    def _check_ranks(self, args):
-        """Which ranks this command starts, and whether it can; torchrun's world size is taken."""
+    def _check_ranks(self, args: argparse.Namespace) -> None:
+        """Refuse ranks that this command cannot start; take torchrun's world size."""
         if dist.is_torchelastic_launched():
             if not self.distributed and os.environ["WORLD_SIZE"] != "1":
                 refuse("this example is one process, which drives all devices: "
@@ -145,7 +149,7 @@ class Parser(PlainParser):
             refuse(f"--master_addr {args.master_addr} requires --rank R: it is for a manual "
                    "launch, rank by rank")
 
-    def _checked(self, flag, value):
+    def _checked(self, flag: str, value: str) -> int:
         try:
             return self._get_value(self._option_string_actions[flag], value)
         except argparse.ArgumentError as error:
@@ -153,14 +157,16 @@ class Parser(PlainParser):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it is written, and defaults except where the text already has them."""
+    """Shows the docstring unchanged, and defaults except where the text already has them."""
 
-    def _get_help_string(self, action):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if "(default" in action.help else super()._get_help_string(action)
 
 
-def bounded(kind, at_least=None, above=None, at_most=None):
-    """An argparse type: an int or a float within bounds; NaN and infinity are refused.
+def bounded(kind: type[int] | type[float], at_least: float | None = None,
+            above: float | None = None,
+            at_most: float | None = None) -> Callable[[str], int | float]:
+    """Make an argparse type: an int or a float within bounds; NaN and infinity are refused.
 
     Args:
         kind: `int` or `float`.
@@ -190,8 +196,8 @@ def bounded(kind, at_least=None, above=None, at_most=None):
     return convert
 
 
-def host(text):
-    """An argparse type: a host's name or IPv4 address, which can be resolved."""
+def host(text: str) -> str:
+    """Accept a host's name or IPv4 address that can be resolved, as an argparse type."""
     try:
         if not text or ":" in text:
             raise OSError
@@ -205,21 +211,21 @@ def host(text):
     return text
 
 
-def starts_rank(args, rank):
-    """Whether this command starts `rank`: only then must the files of that rank exist here."""
+def starts_rank(args: argparse.Namespace, rank: int) -> bool:
+    """Return whether this command starts `rank`: only then must the files of that rank be here."""
     if dist.is_torchelastic_launched():
         return int(os.environ["RANK"]) == rank
     return args.rank is None or args.rank == rank
 
 
-def ranks_here(args):
-    """The ranks that this command starts; under torchrun, those of this machine."""
+def ranks_here(args: argparse.Namespace) -> range:
+    """Return the ranks that this command starts; under torchrun, those of this machine."""
     if dist.is_torchelastic_launched():
         first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
         return range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
     return range(args.world_size) if args.rank is None else range(args.rank, args.rank + 1)
 
 
-def on_cpu(args):
-    """Whether what the models compute is in the memory of this machine, not in that of its GPUs."""
+def on_cpu(args: argparse.Namespace) -> bool:
+    """Return whether the models compute in the memory of this machine, not in that of its GPUs."""
     return args.device == "cpu" or not torch.cuda.is_available()

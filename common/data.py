@@ -1,11 +1,13 @@
 """Handwritten digits: scikit-learn's 1,797 small ones, without a download, or MNIST."""
 
+import argparse
 import contextlib
 import io
 import os
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ SILENCE_S = 20  # that the server may be silent: torchvision would wait for ever
 SPLIT_SEED = 0  # the split is part of the task: it does not follow --seed
 
 
-def add_data_flags(parser):
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--dataset` and `--data_dir`."""
     parser.add_argument("--dataset", choices=DATASETS, default="digits",
                         help="digits needs no download")
@@ -28,7 +30,7 @@ def add_data_flags(parser):
                         help="where MNIST is or goes")
 
 
-def fetch_data(args):
+def fetch_data(args: argparse.Namespace) -> None:
     """Make sure that the data are on this machine, before the processes race for the same files.
 
     Under torchrun they have started: there, the first one of each machine fetches, and the others
@@ -52,20 +54,20 @@ def fetch_data(args):
                "download", rank=os.environ.get("RANK"))
 
 
-def _failure(function, folder):
-    """How `function(folder)` fails, in one line, or None."""
+def _failure(function: Callable[[Path], object], folder: Path) -> str | None:
+    """Return how `function(folder)` fails, in one line, or None."""
     try:
         function(folder)
     except Exception as error:  # half a file, no permission, no network, a full disk, ...
         return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _read(folder, **options):
+def _read(folder: Path | str, **options: bool) -> list:
     mnist = import_torchvision().datasets.MNIST
     return [mnist(folder, train=train, **options) for train in (True, False)]
 
 
-def _fetch(folder):
+def _fetch(folder: Path) -> None:
     """Fetch the files, and move them to their places when they are whole: nobody reads half one."""
     folder.mkdir(parents=True, exist_ok=True)
     silence = socket.getdefaulttimeout()
@@ -82,8 +84,8 @@ def _fetch(folder):
             path.replace(place)
 
 
-def load_data(args):
-    """The images as tensors.
+def load_data(args: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]:
+    """Load the images as tensors.
 
     Args:
         args: with `dataset` and `data_dir`; see `add_data_flags`.
@@ -97,7 +99,7 @@ def load_data(args):
     return tuple(TensorDataset((images - mean) / std, labels) for images, labels in (train, test))
 
 
-def _digits():
+def _digits() -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -110,5 +112,5 @@ def _digits():
     return tuple((images[half], labels[half]) for half in halves)
 
 
-def _mnist(folder):
+def _mnist(folder: Path) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     return tuple((half.data.float().unsqueeze(1) / 255, half.targets) for half in _read(folder))

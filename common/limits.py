@@ -1,10 +1,13 @@
 """Refuse in one line, before any process starts, what this machine cannot hold or cannot write."""
 
+import argparse
 import os
 import resource
 import stat
 import sys
 import tempfile
+from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -12,10 +15,10 @@ FILES_PER_RANK = 4  # that a launcher has open for each rank, at most
 MOST_THREADS = 1024  # of one process: more than any machine has cores
 
 
-def refuse(sentence, rank=0):
+def refuse(sentence: str, rank: int | str | None = 0) -> NoReturn:
     """End with status 2 and one whole sentence: "error: --rank 1 requires --master_addr HOST".
 
-    Under torchrun every rank gets here, or only the one that needs what is wrong: `rank` says the
+    Under torchrun every rank gets here, or only the one that needs what is wrong: `rank` prints the
     line, for all. Where machines may differ, it is None, and the first rank of each machine does.
     """
     name, speaker = ("LOCAL_RANK", 0) if rank is None else ("RANK", rank)
@@ -24,14 +27,14 @@ def refuse(sentence, rank=0):
     raise SystemExit(2)
 
 
-def shortened(text, length=80):
-    """A value as the user gave it, but not longer than a line can show."""
+def shortened(text: object, length: int = 80) -> str:
+    """Return a value as the user gave it, but not longer than a line can show."""
     text = str(text)
     return text if len(text) <= length else f"{text[: length // 2]}...{text[-length // 4 :]}"
 
 
-def given(args, *flags):
-    """Flags with their values, as on a command line."""
+def given(args: argparse.Namespace, *flags: str) -> str:
+    """Return flags with their values, as on a command line."""
     words = []
     for flag in flags:
         value = getattr(args, flag)
@@ -40,12 +43,12 @@ def given(args, *flags):
     return " ".join(words)
 
 
-def memory_bytes():
-    """The memory of this machine."""
+def memory_bytes() -> int:
+    """Return the size of this machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def require_processes(flags, number):
+def require_processes(flags: str, number: int) -> None:
     """Refuse `flags`, a text, if this machine cannot hold so many processes.
 
     Each has open files and 100 MB or more. Not for torchrun and manual launches: they may have
@@ -59,14 +62,15 @@ def require_processes(flags, number):
                f"({'open files: ulimit -n' if files < memory else 'memory'})")
 
 
-def require_threads():
+def require_threads() -> None:
     """Refuse an OMP_NUM_THREADS with which torch would start threads until the machine is full."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     if setting.isdecimal() and int(setting) > MOST_THREADS:
         refuse(f"OMP_NUM_THREADS={shortened(setting)} must be at most {MOST_THREADS}", None)
 
 
-def require_memory(args, flags, n_bytes, rank=None):
+def require_memory(args: argparse.Namespace, flags: list[str], n_bytes: float,
+                   rank: int | None = None) -> None:
     """Refuse what does not fit into the memory of this machine.
 
     Args:
@@ -80,7 +84,8 @@ def require_memory(args, flags, n_bytes, rank=None):
                f"this machine has {memory_bytes() / 1e9:.3g} GB; give smaller numbers", rank)
 
 
-def require_writable_folder(flag, folder, shown=None, rank=0):
+def require_writable_folder(flag: str, folder: Path, shown: Path | None = None,
+                            rank: int | None = 0) -> None:
     """Create `folder` if need be; refuse `flag` if files cannot be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,8 +96,8 @@ def require_writable_folder(flag, folder, shown=None, rank=0):
                f"({shortened(folder)}: {reason_of(error)})", rank)
 
 
-def require_file(flag, path, rank=0):
-    """Whether the file `path` exists; refuses `flag` if it is something else, or no file's name."""
+def require_file(flag: str, path: Path, rank: int | None = 0) -> bool:
+    """Return whether the file exists; refuse `flag` if it is no file, or `path` no file's name."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # to use a pipe could mean to wait for ever
             refuse(f"{flag} {shortened(path)} must be a file, not a folder, a pipe or a device",
@@ -104,16 +109,16 @@ def require_file(flag, path, rank=0):
     return True
 
 
-def require_writable_file(flag, path, rank=0):
+def require_writable_file(flag: str, path: Path, rank: int | None = 0) -> None:
     """Refuse `flag` if `path` cannot be written: its folder, too long a name, not a file."""
     require_writable_folder(flag, path.parent, path, rank)
     if not require_file(flag, path, rank):
-        # `report.replacing` writes beside it, to a name that is longer.
+        # `report.replacing` writes to the same folder, to a name that is longer.
         longest = os.pathconf(path.parent, "PC_NAME_MAX") - 30
         if 0 < longest < len(os.fsencode(path.name)):
             refuse(f"{flag} {shortened(path)} must have a shorter name", rank)
 
 
-def reason_of(error):
-    """Why a file cannot be used, in words."""
+def reason_of(error: Exception) -> str:
+    """Put into words why a file cannot be used."""
     return (getattr(error, "strerror", None) or "not a file name").lower()

@@ -1,4 +1,4 @@
-"""What a `--check` compares and says: every number of a run, held against a program of one process.
+"""What a `--check` compares and prints: every number of a run, against a program of one process.
 
     findings = Comparison("3 processes", "one process")
     findings.equal("actions", recorded["actions"], alone["actions"], "same seeds, same draws")
@@ -11,6 +11,8 @@ as fingerprints, tensors as one vector, the steps of all ranks side by side.
 """
 
 import contextlib
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 
 import torch
@@ -27,15 +29,17 @@ class Comparison:
         oracle: what it is held against, in words: "one process".
     """
 
-    def __init__(self, run, oracle="one process"):
+    def __init__(self, run: str, oracle: str = "one process") -> None:
         self.run, self.oracle = run, oracle
         self.findings = []
 
-    def equal(self, what, run, oracle, because, unit="step"):
+    def equal(self, what: str, run: Iterable, oracle: Iterable, because: str,
+              unit: str = "step") -> float:
         """Hold every number of `run` to be bitwise identical; see `close`."""
         return self.close(what, run, oracle, 0.0, because, unit)
 
-    def close(self, what, run, oracle, tolerance, because, unit="step", scale_at_least=0.0):
+    def close(self, what: str, run: Iterable, oracle: Iterable, tolerance: float, because: str,
+              unit: str = "step", scale_at_least: float = 0.0) -> float:
         """Hold every number of `run` against that of `oracle`.
 
         Args:
@@ -67,22 +71,22 @@ class Comparison:
                 f"expected: {allowed}, {because})")
         return self._add(what, largest, False, says)
 
-    def holds(self, what, condition, says):
-        """Hold a property that is no comparison of numbers; `says` what was found."""
+    def holds(self, what: str, condition: object, says: str) -> bool:
+        """Hold a property that is no comparison of numbers; `says`: what was found, in words."""
         self._add(what, 0.0 if condition else float("inf"), bool(condition), says)
         return bool(condition)
 
-    def as_dict(self):
-        """All of it, in a form that JSON can hold."""
+    def as_dict(self) -> dict:
+        """Return all of it in a form that JSON can hold."""
         return {"run": self.run, "oracle": self.oracle, "findings": self.findings}
 
-    def _add(self, what, difference, holds, says):
+    def _add(self, what: str, difference: float, holds: bool, says: str) -> float:
         says = says.replace("{run}", self.run).replace("{oracle}", self.oracle)
         self.findings.append({"what": what, "difference": difference, "holds": holds, "says": says})
         return difference
 
 
-def verdict(compared):
+def verdict(compared: dict | None) -> dict[str, float] | None:
     """Print a line for each finding and one for all.
 
     Args:
@@ -111,8 +115,8 @@ def verdict(compared):
 
 
 @contextlib.contextmanager
-def in_float64():
-    """New tensors and modules are of float64: in it, a mistake cannot be taken for rounding."""
+def in_float64() -> Iterator[None]:
+    """Make new tensors and modules in float64: in it, a mistake cannot be taken for rounding."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -121,25 +125,25 @@ def in_float64():
         torch.set_default_dtype(before)
 
 
-def load_float64(args):
-    """As `common.data.load_data`, with the images in float64: training set and test set."""
+def load_float64(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
+    """Load training set and test set as `common.data.load_data`, with the images in float64."""
     return tuple(TensorDataset(half.tensors[0].double(), half.tensors[1])
                  for half in load_data(args))
 
 
-def fingerprints(images):
-    """A number for each image, by which it can be recognized: images (n, ...) to numbers (n,)."""
+def fingerprints(images: torch.Tensor) -> torch.Tensor:
+    """Compute of images (n, ...) the numbers (n,) by which each one can be recognized."""
     pixels = images.detach().flatten(1).cpu()
     return pixels @ torch.linspace(1, 2, pixels.shape[1], dtype=pixels.dtype).cos()
 
 
-def flat(tensors):
-    """Tensors of any shapes as one vector, a copy on the CPU."""
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Copy tensors of any shapes to one vector on the CPU."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors]).cpu()
 
 
-def by_rank(recorded, name):
-    """What all ranks have recorded by that name: for each step, `{"rank 0": ..., "rank 1": ...}`.
+def by_rank(recorded: list[list[dict]], name: str) -> list[dict]:
+    """Return what all ranks recorded by that name: for each step, `{"rank 0": ..., "rank 1": ...}`.
 
     Args:
         recorded: for each rank its steps, in order, each a dict. An empty list takes the place of a
@@ -150,8 +154,8 @@ def by_rank(recorded, name):
             for of_all in zip_longest(*recorded, fillvalue={})]
 
 
-def _leaves(entry, name=""):
-    """The tensors of nested lists and dicts, named `observer1 weight`."""
+def _leaves(entry: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of nested lists and dicts, named `observer1 weight`."""
     if isinstance(entry, dict):
         for key, value in entry.items():
             yield from _leaves(value, f"{name} {key}".strip())
@@ -165,8 +169,9 @@ def _leaves(entry, name=""):
         yield name, tensor
 
 
-def _difference(run, oracle, tolerance, unit, scale_at_least):
-    """The largest difference, and in words where the first one is that is not allowed, or None."""
+def _difference(run: list[dict], oracle: list[dict], tolerance: float, unit: str,
+                scale_at_least: float) -> tuple[float, str | None]:
+    """Return the largest difference, and in words where the first too large one is, or None."""
     largest, where = 0.0, None
     scales = {}
     for step in oracle:
@@ -200,6 +205,6 @@ def _difference(run, oracle, tolerance, unit, scale_at_least):
     return largest, where
 
 
-def _counted(number, unit):
+def _counted(number: int, unit: str) -> str:
     plural = f"{unit}es" if unit.endswith(("s", "batch")) else f"{unit}s"
     return f"{number} {unit if number == 1 else plural}"

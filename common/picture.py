@@ -13,8 +13,16 @@ A run draws `loss.png`, in English. With `PICTURE_LANGUAGES=en,ja` in the enviro
 
 import os
 import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from common.report import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Of Okabe and Ito, https://jfly.uni-koeln.de/color/: colour-blind readers distinguish them.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -35,7 +43,9 @@ CAPTIONS = {
 }
 
 
-def in_each_language(path, words, runs, panels=1, height=4.5, **values):
+def in_each_language(path: Path, words: dict[str, dict[str, str]], runs: list[dict | None],
+                     panels: int = 1, height: float = 4.5,
+                     **values: object) -> Iterator[tuple["Axes | list[Axes]", dict[str, str]]]:
     """Yield axes and words, once for each language that is asked for; save what was drawn there.
 
     Args:
@@ -72,13 +82,13 @@ def in_each_language(path, words, runs, panels=1, height=4.5, **values):
                 figure.savefig(temporary, format="png")
 
 
-def asked_for():
-    """The languages of `PICTURE_LANGUAGES`; English if there is none that we know."""
+def asked_for() -> list[str]:
+    """Return the languages of `PICTURE_LANGUAGES`; English if there is none that we know."""
     wanted = os.environ.get("PICTURE_LANGUAGES", "").split(",")
     return [language for language in CAPTIONS if language in wanted] or ["en"]
 
 
-def _use_japanese_font(matplotlib):
+def _use_japanese_font(matplotlib: ModuleType) -> None:
     import matplotlib_fontja
     from matplotlib.font_manager import fontManager
 
@@ -88,8 +98,8 @@ def _use_japanese_font(matplotlib):
                                                 "DejaVu Sans"], "axes.titleweight": "normal"})
 
 
-def caption(runs, words):
-    """How often was measured, and on what: "One run. 2 CPU cores, torch 2.13.0"."""
+def caption(runs: list[dict | None], words: dict[str, str]) -> str:
+    """Write how often was measured, and on what: "One run. 2 CPU cores, torch 2.13.0"."""
     machine = runs[0]
     how_often = words["one" if len(runs) == 1 else "several"].format(n=len(runs))
     if machine is None:
@@ -101,8 +111,8 @@ def caption(runs, words):
     return how_often + words["then"] + words["and"].join(parts)
 
 
-def _add_legend(figure):
-    """One for all panels, below the lowest, where it hides no point."""
+def _add_legend(figure: "Figure") -> None:
+    """Add one legend for all panels, below the lowest, where it hides no point."""
     from matplotlib.transforms import ScaledTranslation
 
     entries = {}  # one for each label, also where panels share it
@@ -120,15 +130,16 @@ def _add_legend(figure):
                                bbox_transform=figure.axes[-1].transAxes + below)
 
 
-def _legend_width(labels, columns):
-    """About how many inches wide a legend is; matplotlib fills it column by column."""
+def _legend_width(labels: list[str], columns: int) -> float:
+    """Estimate how many inches wide a legend is; matplotlib fills it column by column."""
     widths = [0.45 + sum(0.14 if ord(sign) > 0x2E80 else 0.075 for sign in label)
               for label in labels]
     rows = -(-len(labels) // columns)
     return sum(0.2 + max(widths[start : start + rows]) for start in range(0, len(widths), rows))
 
 
-def line(axes, x, of_runs, fmt="o-", **look):
+def line(axes: "Axes", x: Sequence[float], of_runs: list[list[float]], fmt: str = "o-",
+         **look: object) -> None:
     """Draw the median over the runs of each point, and its range where there are several runs.
 
     Args:
@@ -147,8 +158,8 @@ def line(axes, x, of_runs, fmt="o-", **look):
         axes.errorbar(x, medians, errors, fmt="none", capsize=3, ecolor=look["color"])
 
 
-def median_and_errors(of_runs):
-    """Of each point over all runs: the medians, and how far it is down and up to the extremes.
+def median_and_errors(of_runs: list[list[float]]) -> tuple:
+    """Compute of each point the median over all runs, and how far it is to both extremes.
 
     Returns:
         (medians, (below, above)), as matplotlib takes them; (medians, None) of a single run.

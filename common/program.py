@@ -3,6 +3,8 @@
 import atexit
 import importlib
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,7 +12,9 @@ from common.launcher import launch
 from common.launcher.worker import exit_now
 
 
-def run_program(run_worker, args, role_name, finish):
+def run_program(run_worker: Callable[[int, int, Namespace], dict | None], args: Namespace,
+                role_name: Callable[[int, int], str],
+                finish: Callable[[dict, Namespace], dict]) -> dict | None:
     """Launch a program in all of its processes, or with `--check` hold it against its oracle.
 
     Args:
@@ -30,12 +34,15 @@ def run_program(run_worker, args, role_name, finish):
         result = check(run_worker, args)
     else:
         metrics = launch(run_worker, args, role_name)
-        result = None if metrics is None else finish(metrics, args)
+        result = None
+        if metrics is not None:
+            result = finish(metrics, args)
+            print(f"results: {args.output_dir}")
     end_at_once(run_worker)
     return result
 
 
-def end_at_once(run_worker):
+def end_at_once(run_worker: Callable) -> None:
     """Under torchrun, where this process is a rank, let its end be as that of any other rank.
 
     Python would take itself apart around the threads of torch and of the launcher, which aborted
@@ -45,7 +52,7 @@ def end_at_once(run_worker):
         atexit.register(exit_now, 0)
 
 
-def check(run_worker, args):
+def check(run_worker: Callable, args: Namespace) -> dict[str, float] | None:
     """Hold the program that defines `run_worker` against its oracle.
 
     The oracle of `X/train_flat.py` is `check(program, args)` in the first of these files that there
@@ -57,8 +64,8 @@ def check(run_worker, args):
     return importlib.import_module(f"{file.parent.name}.{oracle}").check(program, args)
 
 
-def belonging_to(file, what):
-    """The module of a program's folder that has its "check" or its "results".
+def belonging_to(file: Path, what: str) -> str:
+    """Find the module of a program's folder that has its "check" or its "results".
 
     Args:
         file: the path of the program, `X/train_flat.py`.

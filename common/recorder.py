@@ -30,6 +30,7 @@ import torch.distributed.autograd as dist_autograd
 from torch import nn
 from torch.nn.modules import module as every_module
 from torch.optim import optimizer as every_optimizer
+from torch.utils.hooks import RemovableHandle
 
 
 class Recorder(contextlib.ExitStack):
@@ -92,7 +93,7 @@ class Recorder(contextlib.ExitStack):
 
         self.put(dist_autograd, "context", Context)
 
-    def _hooked(self, handle) -> None:
+    def _hooked(self, handle: RemovableHandle) -> None:
         self.callback(handle.remove)
 
 

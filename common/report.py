@@ -1,5 +1,6 @@
 """What a run prints and writes: lines with a role, a bar, metrics.json. See also picture.py."""
 
+import argparse
 import contextlib
 import json
 import math
@@ -7,22 +8,40 @@ import os
 import platform
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+SILENT_S = 6.0  # after so long without a line, a bar that nobody sees prints one
+_printed = 0.0  # when this process has last printed a line, of `time.monotonic()`
+
 
 class Bar(tqdm):
-    """A tqdm bar with a plain lock: tqdm's own is a semaphore, which a killed process leaves."""
+    """Shows how far a run is; see `progress`.
+
+    With a plain lock: tqdm's own is a semaphore, which a killed process would leave behind.
+    """
 
     _lock = threading.RLock()
+    role, since = None, 0.0  # who prints lines in place of the bar, and since when
+
+    def update(self, n: int = 1) -> bool | None:
+        """Go on by `n`; see tqdm."""
+        if self.role is not None:
+            self.n += n
+            if time.monotonic() - max(self.since, _printed) > SILENT_S:
+                log(self.role, f"{self.unit} {self.n} of {self.total}")
+        return super().update(n)
 
 
 class NotFiniteError(Exception):
-    """Says what has happened in words that go on after "rank 0 (trainer) ..."."""
+    """Carries what has happened, in words that go on after "rank 0 (trainer) ..."."""
 
 
-def require_finite(loss, at, what="a loss"):
+def require_finite(loss: float | torch.Tensor, at: str, what: str = "a loss") -> float:
     """Return the loss, a number, unless training has diverged.
 
     Args:
@@ -40,24 +59,36 @@ def require_finite(loss, at, what="a loss"):
     return loss
 
 
-def log(role, text):
+def log(role: str, text: str) -> None:
     """Print a line with its role, above the bar if there is one: `[agent] episode 10 ...`."""
+    global _printed
+    _printed = time.monotonic()
     Bar.write(f"[{role}] {text}", file=sys.stdout)
     sys.stdout.flush()
 
 
-def progress(total, unit, initial=0, show=True):
-    """A tqdm bar on a terminal; elsewhere one that shows nothing (`bar.disable`): print lines.
+def progress(total: int, unit: str, initial: int = 0, show: bool = True,
+             role: str | None = None) -> Bar:
+    """Make a tqdm bar on a terminal; elsewhere one that shows nothing (`bar.disable`).
 
-    Where several ranks have the same loop, only one should `show` its bar.
+    Args:
+        total: where it ends.
+        unit: what it counts: "epoch", "step".
+        initial: where it begins.
+        show: whether this process has it. Where several ranks have the same loop, one should.
+        role: for the line `[role] step 48 of 120` that takes the place of the bar where nothing has
+            been printed for some seconds; None where the program prints lines often enough.
     """
     terminal = sys.stdout.isatty() and sys.stderr.isatty()
-    return Bar(total=total, unit=unit, initial=initial, disable=not (terminal and show),
-               dynamic_ncols=True)
+    bar = Bar(total=total, unit=unit, initial=initial, disable=not (terminal and show),
+              dynamic_ncols=True)
+    if show and not terminal:
+        bar.unit, bar.role, bar.since = unit, role, time.monotonic()
+    return bar
 
 
 @contextlib.contextmanager
-def replacing(path):
+def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path, which takes the place of `path` in the end: whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -70,12 +101,12 @@ def replacing(path):
         raise
 
 
-def machine(args, device=None):
-    """What a run computes on, for metrics.json and captions: `device`, `cpu_count`, `torch`.
+def machine(args: argparse.Namespace, device: str | None = None) -> dict:
+    """Return what a run computes on, for metrics.json and captions: `device`, `cpu_count`, `torch`.
 
     Args:
         args: the parsed flags.
-        device: "cpu" where the tensors are in main memory whatever `--device` says.
+        device: "cpu" where the tensors are in main memory whatever `--device` is.
     """
     import joblib  # here: it takes a tenth of a second, and only who writes metrics needs it
 
@@ -84,14 +115,15 @@ def machine(args, device=None):
             "cpu_count": joblib.cpu_count(), "torch": torch.__version__}
 
 
-def save_metrics(args, metrics, backend, device=None):
-    """Write `metrics` and what they ran on to `<output_dir>/metrics.json`; the whole dict.
+def save_metrics(args: argparse.Namespace, metrics: dict, backend: str,
+                 device: str | None = None) -> dict:
+    """Write `metrics` and what they ran on to `<output_dir>/metrics.json`; return the whole dict.
 
     Args:
         args: the parsed flags.
         metrics: the example's own keys, with `wall_s` from `launch`.
         backend: gloo, nccl or tensorpipe.
-        device: "cpu" where the tensors are in main memory whatever `--device` says.
+        device: "cpu" where the tensors are in main memory whatever `--device` is.
     """
     ran_on = {"example": args.example, "world_size": args.world_size, **machine(args, device),
               "backend": backend, "seed": args.seed, "python": platform.python_version()}

@@ -4,6 +4,8 @@ import contextlib
 import ctypes
 import os
 import threading
+from argparse import Namespace
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -12,8 +14,8 @@ from torch.distributed import rpc
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
 
 
-def rpc_options(args, num_worker_threads=16):
-    """The options of `rpc.init_rpc`: where the workers meet, how long a call may take.
+def rpc_options(args: Namespace, num_worker_threads: int = 16) -> "rpc.TensorPipeRpcBackendOptions":
+    """Make the options of `rpc.init_rpc`: where the workers meet, how long a call may take.
 
     Args:
         args: the parsed flags; `--timeout` is the limit of every call that has none of its own.
@@ -28,8 +30,8 @@ def rpc_options(args, num_worker_threads=16):
         _transports=transports.split(",") if transports else None)
 
 
-def serving_options(args):
-    """The `rpc_options` of a process on which all others compute.
+def serving_options(args: Namespace) -> "rpc.TensorPipeRpcBackendOptions":
+    """Make the `rpc_options` of a process on which all others compute.
 
     It has a thread for each of them, so that who waits there keeps nobody out, and the threads keep
     activations of a few megabytes that they free: worth 20% or more.
@@ -38,8 +40,8 @@ def serving_options(args):
     return rpc_options(args, num_worker_threads=16 + args.world_size)
 
 
-def group_options(args, device="cpu"):
-    """The options of `dist.init_process_group`, as a dict of its keyword arguments.
+def group_options(args: Namespace, device: torch.device | str = "cpu") -> dict:
+    """Make the options of `dist.init_process_group`, as a dict of its keyword arguments.
 
     They are the backend, where the ranks meet, and how long a collective may take.
 
@@ -51,8 +53,8 @@ def group_options(args, device="cpu"):
             "timeout": timedelta(seconds=args.timeout)}
 
 
-def wait_all(futures):
-    """What all futures bring, in order. Raises what the first one to fail brings, at once.
+def wait_all(futures: Sequence[torch.futures.Future]) -> list:
+    """Return what all futures bring, in order; raise at once what the first one to fail brings.
 
     `torch.futures.wait_all` would wait for all others first: for a trainer that waits for the one
     that has failed.
@@ -78,15 +80,15 @@ def wait_all(futures):
     return [future.value() for future in futures]
 
 
-def device_for(choice):
-    """The torch.device of this process for `--device auto|cpu|cuda`; ranks share too few GPUs."""
+def device_for(choice: str) -> torch.device:
+    """Return this process's device for `--device auto|cpu|cuda`; ranks share too few GPUs."""
     if choice == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
-def backend_for(device):
-    """`nccl` only when every rank of this machine has a GPU of its own, else `gloo`."""
+def backend_for(device: torch.device | str) -> str:
+    """Choose `nccl` where every rank of this machine has a GPU of its own, else `gloo`."""
     own_gpu = (torch.device(device).type == "cuda"
                and int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count())
     if own_gpu:
@@ -94,7 +96,7 @@ def backend_for(device):
     return "nccl" if own_gpu else "gloo"
 
 
-def keep_memory(blocks_up_to=None):
+def keep_memory(blocks_up_to: int | None = None) -> None:
     """Let the C library keep freed memory.
 
     Giving it back and getting it again can cost a third of a worker's time: glibc gives back large

@@ -1,9 +1,10 @@
 """torchvision, also beside a CPU-only torch."""
 
 import sys
+from types import ModuleType
 
 
-def import_torchvision():
+def import_torchvision() -> ModuleType:
     """Import torchvision and return it.
 
     The wheels of torchvision are linked against CUDA. Beside a CPU-only torch their C++ operators

@@ -1,5 +1,8 @@
 """What the lesson learns: a teacher knows the classes of bags of indices. No other process here."""
 
+from argparse import Namespace
+from collections.abc import Callable
+
 import torch
 from common.cli import given, on_cpu, ranks_here, refuse, require_memory
 from torch.nn import functional as F
@@ -10,26 +13,27 @@ BATCHES = 10  # of each trainer in an epoch
 class Teacher:
     """Decides on the targets, by a table and a linear layer of its own: the model can learn it."""
 
-    def __init__(self, args):
+    def __init__(self, args: Namespace) -> None:
         # Another seed than the model's, or its table would be the one to learn.
         generator = torch.Generator().manual_seed(10_000 + args.seed)
         rows, dim, classes = args.num_embeddings, args.embedding_dim, args.num_classes
         self.table = torch.randn(rows, dim, generator=generator, dtype=torch.float32)
         self.weight = torch.randn(classes, dim, generator=generator, dtype=torch.float32)
 
-    def target(self, indices, offsets):
-        """The class of each bag: shape (bags,)."""
+    def target(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the class of each bag: shape (bags,)."""
         sums = F.embedding_bag(indices, self.table, offsets, mode="sum")
         return F.linear(sums, self.weight).argmax(dim=1)
 
 
-def bags_of(indices, offsets):
-    """The number of the bag that each index is in."""
+def bags_of(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the number of the bag that each index is in: shape (indices,)."""
     positions = torch.arange(len(indices), device=indices.device)
     return torch.searchsorted(offsets, positions, right=True) - 1
 
 
-def require_tables(args, role_name, share=0.0):
+def require_tables(args: Namespace, role_name: Callable[[int, int], str], share: float = 0.0
+                   ) -> None:
     """Refuse a table and a dense part that this machine cannot hold.
 
     Args:
@@ -49,7 +53,7 @@ def require_tables(args, role_name, share=0.0):
     require_memory(args, ["num_embeddings", "embedding_dim", "num_classes"], n_bytes)
 
 
-def require_parts(args, role_name):
+def require_parts(args: Namespace, role_name: Callable[[int, int], str]) -> None:
     """Refuse what sharded_table.py cannot spread over its trainers; see `require_tables`."""
     ranks, rows, dtensor = args.world_size, args.num_embeddings, args.exchange == "dtensor"
     if dtensor and args.sparse:

@@ -1,11 +1,13 @@
-"""What a run says of itself: metrics, the picture, the last line."""
+"""What a run reports: metrics, the picture, the last line."""
 
 import time
+from argparse import Namespace
 
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from common import picture, report
+from torch import nn
 from torch.distributed import rpc
 
 from ddp_rpc_hybrid.data import BATCHES
@@ -18,7 +20,7 @@ WORDS = {
            "x": "エポック", "y": "損失（ナット）", "y2": "正解率（%）", "loss": "訓練の損失",
            "accuracy": "新しいバッチでの正解率", "chance": "{classes}クラスから当て推量した場合"},
 }
-# What a timeline shows (common/tracing.py).
+# What a timeline shows (common/tracing).
 SPANS = {
     "torch.nn:EmbeddingBag.forward": ["forward", "backward", "HybridModel.forward"],
     "torch.nn.parallel:DistributedDataParallel.forward": ["forward"],
@@ -37,16 +39,17 @@ class History:
         show: whether to print the epochs; one trainer is enough.
     """
 
-    def __init__(self, role, args, show):
+    def __init__(self, role: str, args: Namespace, show: bool) -> None:
         self.role, self.show = role, show
         self.epochs, self.train_s, self.n_bytes = [], 0.0, 0
-        self.bar = report.progress(args.epochs, "epoch", show=show)
+        self.bar = report.progress(args.epochs, "epoch", show=show, role=role)
 
-    def begin_epoch(self):
+    def begin_epoch(self) -> None:
         """Start the clock; the batches are there."""
         self.steps, self.started = [], time.perf_counter()
 
-    def add(self, loss, output, target, n_bytes):
+    def add(self, loss: torch.Tensor, output: torch.Tensor, target: torch.Tensor, n_bytes: int
+            ) -> None:
         """Record a step.
 
         Args:
@@ -59,38 +62,39 @@ class History:
         self.steps.append((report.require_finite(loss, at), right, len(target)))
         self.n_bytes += n_bytes
 
-    def end_epoch(self):
+    def end_epoch(self) -> None:
         """Stop the clock, and print the line of every tenth epoch."""
         self.train_s += time.perf_counter() - self.started
         losses, guessed, bags = zip(*self.steps, strict=True)
         self.epochs.append({"loss": sum(losses) / len(losses),
                             "accuracy": sum(guessed) / sum(bags)})
-        self.bar.update()
         if self.show:
             log_epoch(self.role, self.epochs)
+        self.bar.update()
 
-    def metrics(self):
-        """Return `epochs`, `steps_per_s` and the `bytes_per_step` that `add` was told of."""
+    def metrics(self) -> dict:
+        """Return `epochs`, `steps_per_s` and `bytes_per_step`, the mean of what `add` was given."""
         self.bar.close()
         steps = len(self.epochs) * BATCHES
         return {"epochs": self.epochs, "steps_per_s": steps / self.train_s,
                 "bytes_per_step": self.n_bytes / steps}
 
 
-def log_epoch(role, epochs):
+def log_epoch(role: str, epochs: list[dict]) -> None:
     """Print the line of the last epoch, of every tenth."""
     if len(epochs) % 10 == 0:
         line = "epoch {:3}  loss {loss:.3f}  accuracy {accuracy:.0%}"
         report.log(role, line.format(len(epochs), **epochs[-1]))
 
 
-def bytes_over_rpc(indices, offsets, dim):
-    """What a step sends: the request, the bags' sums of `dim` numbers, and their gradient."""
+def bytes_over_rpc(indices: torch.Tensor, offsets: torch.Tensor, dim: int) -> int:
+    """Count what a step sends: the request, the bags' sums of `dim` numbers, their gradient."""
     numbers = 2 * len(offsets) * dim
     return indices.nbytes + offsets.nbytes + numbers * torch.get_default_dtype().itemsize
 
 
-def of_trainer(history, model, criterion, batch):
+def of_trainer(history: History, model: nn.Module, criterion: nn.Module,
+               batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> dict:
     """Return the metrics of one trainer.
 
     Args:
@@ -103,14 +107,15 @@ def of_trainer(history, model, criterion, batch):
     return {**metrics, "table_gradient_bytes": table_gradient_bytes(model, criterion, batch)}
 
 
-def all_reduce_bytes(dense):
+def all_reduce_bytes(dense: nn.Module) -> float:
     """Return what a trainer sends in a step for the gradients of the dense part, in a ring."""
     n_trainers = dist.get_world_size()
     return 2 * (n_trainers - 1) / n_trainers * sum(param.nbytes for param in dense.parameters())
 
 
-def table_gradient_bytes(model, criterion, batch):
-    """How large the gradient is that one backward pass makes on the server."""
+def table_gradient_bytes(model: nn.Module, criterion: nn.Module,
+                         batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> int:
+    """Make one backward pass; return how large the gradient is that it makes on the server."""
     indices, offsets, target = batch
     with dist_autograd.context() as context_id:
         output = model(indices, offsets)
@@ -119,16 +124,16 @@ def table_gradient_bytes(model, criterion, batch):
                             args=(model.emb_rref, context_id))
 
 
-def _gradient_bytes(emb_rref, context_id):
-    """On the server."""
+def _gradient_bytes(emb_rref: rpc.RRef, context_id: int) -> int:
+    """Return how large the gradient of the table is in a context, on the server."""
     gradient = dist_autograd.get_gradients(context_id)[emb_rref.local_value().weight]
     if gradient.is_sparse:
         return gradient._values().nbytes + gradient._indices().nbytes
     return gradient.nbytes
 
 
-def over_trainers(trainers):
-    """The means over what `of_trainer` gave on each trainer."""
+def over_trainers(trainers: list[dict]) -> dict:
+    """Return the means over what `of_trainer` gave on each trainer."""
     epochs = [{key: sum(epoch[key] for epoch in same) / len(same) for key in ("loss", "accuracy")}
               for same in zip(*(trainer["epochs"] for trainer in trainers), strict=True)]
     means = {key: sum(trainer[key] for trainer in trainers) / len(trainers)
@@ -136,8 +141,8 @@ def over_trainers(trainers):
     return {"epochs": epochs, **means}
 
 
-def finish(metrics, args):
-    """Write metrics.json, draw `loss.png`, print the last line; the whole metrics."""
+def finish(metrics: dict, args: Namespace) -> dict:
+    """Write metrics.json, draw `loss.png`, print the last line; return the whole metrics."""
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot([metrics], args)
     first, last = metrics["epochs"][0], metrics["epochs"][-1]
@@ -149,7 +154,8 @@ def finish(metrics, args):
     return metrics
 
 
-def plot(runs, args, texts=WORDS, trainers=None):
+def plot(runs: list[dict], args: Namespace, texts: dict[str, dict[str, str]] = WORDS,
+         trainers: int | None = None) -> None:
     """Draw `loss.png`: loss and accuracy per epoch, from the metrics of one or several runs."""
     path, values = args.output_dir / "loss.png", {
         "trainers": trainers or args.world_size - 2, "rows": args.num_embeddings,

@@ -26,6 +26,7 @@ Last line, about:
     2 trainers, all_to_all: loss 2.50 -> 0.60, accuracy 15% -> 82% (chance 12%) | 206 steps/s ...
 """
 
+from argparse import Namespace
 
 import torch
 import torch.distributed as dist
@@ -41,20 +42,20 @@ from ddp_rpc_hybrid.data import Teacher, bags_of, require_parts
 from ddp_rpc_hybrid.main import TRAINER_NAME, add_model_flags, get_next_batch
 
 
-def role_name(rank, world_size):
-    """All ranks are trainers."""
+def role_name(rank: int, world_size: int) -> str:
+    """Name the ranks: all are trainers."""
     return TRAINER_NAME.format(rank)
 
 
-def exchange(tensor, send, receive):
-    """An all_to_all: of the entries of a tensor, the first `send[0]` go to rank 0, and so on.
+def exchange(tensor: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+    """Make an all_to_all: the first `send[0]` entries of a tensor go to rank 0, and so on.
 
     Args:
         tensor: of shape (sum(send), ...).
         send, receive: lists of numbers of entries, one for each rank.
 
     Returns:
-        What has come, ordered by ranks: shape (sum(receive), ...).
+        What has arrived, ordered by ranks: shape (sum(receive), ...).
     """
     received = tensor.new_empty((sum(receive), *tensor.shape[1:]))
     dist.all_to_all_single(received, tensor.contiguous(), receive, send)
@@ -62,23 +63,24 @@ def exchange(tensor, send, receive):
 
 
 class AllToAll(torch.autograd.Function):
-    """`exchange` for tensors that need a gradient: it goes back the way that the entries came."""
+    """Exchanges tensors that need a gradient, which goes back the way that the entries came."""
 
     @staticmethod
-    def forward(ctx, tensor, send, receive):
+    def forward(ctx: torch.autograd.function.FunctionCtx, tensor: torch.Tensor, send: list[int],
+                receive: list[int]) -> torch.Tensor:
         """See `exchange`."""
         ctx.counts = send, receive
         return exchange(tensor, send, receive)
 
     @staticmethod
-    def backward(ctx, gradient):
-        """That of what was sent comes back from those who have received it."""
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        """Fetch the gradient of what was sent from the ranks that have received it."""
         send, receive = ctx.counts
         return exchange(gradient, receive, send), None, None
 
 
 class AllToAllTable(nn.Module):
-    """The rows that this rank owns, and the way to those of the others.
+    """Has the rows that this rank owns, and asks the others for theirs.
 
     An owner adds up its rows of each bag before it answers, as row-wise sharded tables of TorchRec
     do (https://docs.pytorch.org/torchrec/): one sum from each owner, for up to ten rows of a bag.
@@ -89,15 +91,15 @@ class AllToAllTable(nn.Module):
         sparse: whether their gradient holds only the rows that were looked up.
     """
 
-    def __init__(self, table, rank, world_size, sparse):
+    def __init__(self, table: torch.Tensor, rank: int, world_size: int, sparse: bool) -> None:
         super().__init__()
         self.world_size = world_size
         self.part = -(-len(table) // world_size)  # rounded up: last parts may be shorter, or empty
         mine = table[rank * self.part : (rank + 1) * self.part].clone()
         self.rows = nn.EmbeddingBag.from_pretrained(mine, freeze=False, mode="sum", sparse=sparse)
 
-    def forward(self, indices, offsets):
-        """The sums (bags, embedding_dim) of this rank's bags, the i-th from `offsets[i]` on."""
+    def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the sums (bags, embedding_dim) of this rank's bags, the i-th from `offsets[i]`."""
         one_each, my_bags = [1] * self.world_size, [len(offsets)] * self.world_size
         # What each owner is asked: which of its rows, and for which bag of mine.
         owner = indices // self.part
@@ -118,7 +120,7 @@ class AllToAllTable(nn.Module):
 
 
 class DTensorTable(nn.Module):
-    """The same rows in a DTensor, whose Embedding has the collectives inside.
+    """Has the same rows in a DTensor, whose Embedding has the collectives inside.
 
     DTensor (torch 2.13) has no rule for EmbeddingBag, so the rows are added up here; and none for
     sparse gradients: backward gathers the rows' gradients on all ranks, and each makes that of the
@@ -126,7 +128,7 @@ class DTensorTable(nn.Module):
     https://docs.pytorch.org/docs/stable/distributed.tensor.html
     """
 
-    def __init__(self, table, rank, world_size, sparse):
+    def __init__(self, table: torch.Tensor, rank: int, world_size: int, sparse: bool) -> None:
         from torch.distributed.device_mesh import init_device_mesh  # half a second, only if needed
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
@@ -138,7 +140,7 @@ class DTensorTable(nn.Module):
         way = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
         self.rows = parallelize_module(nn.Embedding.from_pretrained(table, freeze=False), mesh, way)
 
-    def forward(self, indices, offsets):
+    def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """See `AllToAllTable.forward`."""
         # As many from each rank: shorter lists are filled up, with rows that nobody will use.
         length = torch.tensor(len(indices), device=indices.device)
@@ -155,9 +157,9 @@ TABLES = {"all_to_all": AllToAllTable, "dtensor": DTensorTable}
 
 
 class ShardedModel(nn.Module):
-    """HybridModel of main.py, with the table among the trainers in the place of the RRef."""
+    """Computes what HybridModel of main.py does, with the table among the trainers, not by RPC."""
 
-    def __init__(self, rank, world_size, device, args):
+    def __init__(self, rank: int, world_size: int, device: torch.device, args: Namespace) -> None:
         super().__init__()
         # All ranks draw the whole table, that of main.py's server, and keep their part of it.
         torch.manual_seed(args.seed)
@@ -168,19 +170,19 @@ class ShardedModel(nn.Module):
         # DDP has the Linear alone: there is no second copy of the rows to average with.
         self.fc = DDP(fc, device_ids=[device] if device.type == "cuda" else None)
 
-    def forward(self, indices, offsets):
-        """Bags of indices, the i-th from `offsets[i]` on, to scores (bags, classes)."""
+    def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Turn bags of indices, the i-th from `offsets[i]` on, into scores (bags, classes)."""
         return self.fc(self.table(indices, offsets))
 
 
-def device_of_trainer(args):
-    """A GPU if each trainer has one of its own: gloo, which also shares one, sends from the CPU."""
+def device_of_trainer(args: Namespace) -> torch.device:
+    """Return a GPU if each trainer has its own: gloo, with which they share one, needs the CPU."""
     device = device_for(args.device)
     return torch.device("cpu") if backend_for(device) == "gloo" else device
 
 
-def train(rank, world_size, args):
-    """Train this rank's part of the model; the metrics of this trainer."""
+def train(rank: int, world_size: int, args: Namespace) -> dict:
+    """Train this rank's part of the model; return the metrics of this trainer."""
     device = device_of_trainer(args)
     model = ShardedModel(rank, world_size, device, args)
     # Each rank steps what it has: its rows, and its replica of the Linear.
@@ -206,8 +208,8 @@ def train(rank, world_size, args):
     return results.of_trainer(history, model)
 
 
-def run_worker(rank, world_size, args):
-    """Join, train, leave; rank 0 returns the metrics of all trainers."""
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Join, train, leave; return the metrics of all trainers on rank 0."""
     dist.init_process_group(**group_options(args, device_of_trainer(args)), rank=rank,
                             world_size=world_size)
     trainers = [None] * world_size
@@ -217,8 +219,8 @@ def run_worker(rank, world_size, args):
     return {**results.over_trainers(trainers), "backend": backend} if rank == 0 else None
 
 
-def build_parser():
-    """The flags of main.py, and the exchange."""
+def build_parser() -> Parser:
+    """Return the parser: the flags of main.py, and the exchange."""
     parser = Parser("ddp_rpc_hybrid/sharded_table", __doc__, world_size=2)
     add_model_flags(parser)
     parser.add_argument("--exchange", choices=TABLES, default="all_to_all",
@@ -226,8 +228,8 @@ def build_parser():
     return parser
 
 
-def main(argv=None):
-    """Train, or `--check`; the metrics or the differences in the process that reports, or None."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences in the process that reports, else None."""
     args = build_parser().parse_args(argv)
     require_parts(args, role_name)
     return run_program(run_worker, args, role_name, results.finish)

@@ -1,10 +1,13 @@
-"""What a run of `sharded_table.py` says of itself: metrics, the picture, the last line."""
+"""What a run of `sharded_table.py` reports: metrics, the picture, the last line."""
+
+from argparse import Namespace
 
 import torch
 from common import report
+from torch import nn
 
 from ddp_rpc_hybrid import results as hybrid
-from ddp_rpc_hybrid.results import History, all_reduce_bytes  # noqa: F401  History: as main.py's
+from ddp_rpc_hybrid.results import History, all_reduce_bytes
 
 WORDS = {
     "en": {**hybrid.WORDS["en"],
@@ -14,8 +17,8 @@ WORDS = {
 PER_RANK = ("table_bytes", "table_gradient_bytes")
 
 
-def bytes_sent(table, rank, indices, offsets):
-    """What a step of one trainer sends over the wire, there and back, but for DDP's all_reduce.
+def bytes_sent(table: nn.Module, rank: int, indices: torch.Tensor, offsets: torch.Tensor) -> float:
+    """Count what a step of one trainer sends, there and back, but for DDP's all_reduce.
 
     Args:
         table: after the lookup.
@@ -34,7 +37,7 @@ def bytes_sent(table, rank, indices, offsets):
     return all_reduce + others * table.length * (integer + 2 * of_row)
 
 
-def of_trainer(history, model):
+def of_trainer(history: History, model: nn.Module) -> dict:
     """Return the metrics of one trainer.
 
     Args:
@@ -48,22 +51,22 @@ def of_trainer(history, model):
             "table_gradient_bytes": bytes_here(rows.grad)}
 
 
-def bytes_here(tensor):
-    """Those of a tensor in the memory of this rank: a DTensor's part, a sparse one's entries."""
+def bytes_here(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor on this rank: of a DTensor's part, of a sparse one's entries."""
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if tensor.is_sparse:
         return tensor._values().nbytes + tensor._indices().nbytes
     return tensor.nbytes
 
 
-def over_trainers(trainers):
-    """The means over what `of_trainer` gave on each trainer; of the table, the largest part."""
+def over_trainers(trainers: list[dict]) -> dict:
+    """Return means over what `of_trainer` gave on each trainer; of the table, the largest part."""
     largest = {key: max(trainer[key] for trainer in trainers) for key in PER_RANK}
     return {**hybrid.over_trainers(trainers), **largest}
 
 
-def finish(metrics, args):
-    """Write metrics.json, draw `loss.png`, print the last line; the whole metrics."""
+def finish(metrics: dict, args: Namespace) -> dict:
+    """Write metrics.json, draw `loss.png`, print the last line; return the whole metrics."""
     device = "cpu" if metrics["backend"] == "gloo" else None
     metrics = report.save_metrics(args, {**metrics, "exchange": args.exchange},
                                   metrics["backend"], device)
@@ -78,6 +81,6 @@ def finish(metrics, args):
     return metrics
 
 
-def plot(runs, args):
+def plot(runs: list[dict], args: Namespace) -> None:
     """Draw `loss.png`: loss and accuracy per epoch, from the metrics of one or several runs."""
     hybrid.plot(runs, args, WORDS, args.world_size)

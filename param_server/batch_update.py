@@ -29,6 +29,8 @@ flat_update.py sends one tensor each way, not hundreds.
 
 import threading
 import time
+from argparse import Namespace
+from collections.abc import Iterator
 
 import torch
 from common import report
@@ -48,25 +50,25 @@ SERVER_NAME = "parameter_server"
 TRAINER_NAME = "trainer{}"
 
 
-def role_name(rank, world_size):
+def role_name(rank: int, world_size: int) -> str:
     """Name the ranks: 0 is the server, all others are trainers."""
     return SERVER_NAME if rank == 0 else TRAINER_NAME.format(rank)
 
 
-def build_model(args):
+def build_model(args: Namespace) -> nn.Module:
     """Make the ResNet of `--arch`."""
     return import_torchvision().models.get_model(args.arch, num_classes=args.num_classes)
 
 
-def running_statistics(model):
+def running_statistics(model: nn.Module) -> list[torch.Tensor]:
     """Return BatchNorm's means and variances for evaluation: learned, but not by gradients."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 class BatchUpdateParameterServer:
-    """The model and the only optimizer; lives on rank 0, where RPC calls it in many threads."""
+    """Has the optimizer and its model, on rank 0, where RPC calls it in many threads."""
 
-    def __init__(self, args):
+    def __init__(self, args: Namespace) -> None:
         torch.manual_seed(args.seed)
         self.model = build_model(args)
         self.lock = threading.Lock()
@@ -79,18 +81,18 @@ class BatchUpdateParameterServer:
         self.statistics = [torch.zeros_like(buffer) for buffer in running_statistics(self.model)]
         self.sums = [*(p.grad for p in self.model.parameters()), *self.statistics]
 
-    def get_model(self):
-        """Return the numbers of the model, a list: parameters, then running statistics."""
+    def get_model(self) -> list[torch.Tensor]:
+        """Return the numbers of the model: parameters, then running statistics."""
         # Tutorial: the module itself, pickled again in each update.
         return [*(p.detach() for p in self.model.parameters()), *running_statistics(self.model)]
 
     @rpc.functions.async_execution  # Tutorial: a static method, which takes an RRef of the server.
-    def update_and_fetch_model(self, rank, grads):
+    def update_and_fetch_model(self, rank: int, grads: list[torch.Tensor]) -> Future:
         """Add a trainer's gradients; the answer follows when those of all trainers are there.
 
         Args:
             rank: of the trainer.
-            grads: of all parameters, a list; then its running statistics.
+            grads: of all parameters; then its running statistics.
 
         Returns:
             A future of (what `get_model` returns after the step, seconds that this call waited).
@@ -121,9 +123,9 @@ class BatchUpdateParameterServer:
 
 
 class Trainer:
-    """A model and images of its own; lives on a trainer's process."""
+    """Has a model and images of its own, on a trainer's process."""
 
-    def __init__(self, ps_rref, args):
+    def __init__(self, ps_rref: RRef, args: Namespace) -> None:
         self.rank, self.args = rpc.get_worker_info().id, args
         self.ps_rref, self.loss_fn = ps_rref, nn.MSELoss()
         self.device = device_for(args.device)
@@ -134,7 +136,7 @@ class Trainer:
         self.one_hot_indices = torch.randint(
             args.num_classes, (args.batch_size, 1), generator=self.generator)
 
-    def get_next_batch(self):
+    def get_next_batch(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield images (N, 3, H, W) and one-hot targets (N, num_classes), where the model is."""
         args, size = self.args, (3, self.args.image_size, self.args.image_size)
         # Tutorial: pure noise, in which there is nothing to learn. Here, each class has a pattern.
@@ -146,19 +148,19 @@ class Trainer:
             inputs = patterns[self.one_hot_indices.squeeze(1)] + noise
             yield inputs.to(self.device), labels.to(self.device)
 
-    def set_model(self, numbers):
+    def set_model(self, numbers: list[torch.Tensor]) -> None:
         """Take over what the server's `get_model` returns."""
         with torch.no_grad():
             own = [*self.m.parameters(), *running_statistics(self.m)]
             for tensor, new in zip(own, numbers, strict=True):
                 tensor.copy_(new)
 
-    def get_gradients(self):
+    def get_gradients(self) -> list[torch.Tensor]:
         """Return what the server's `update_and_fetch_model` takes, on the CPU."""
         return [*(p.grad.cpu() for p in self.m.parameters()),
                 *(buffer.cpu() for buffer in running_statistics(self.m))]
 
-    def train(self):
+    def train(self) -> list[dict[str, float]]:
         """Make all updates; return of each its loss, and its moments in seconds."""
         self.set_model(self.ps_rref.rpc_sync().get_model())
         step_stats = []
@@ -174,16 +176,19 @@ class Trainer:
             self.set_model(numbers)
             step_stats.append({"loss": loss, "started": started, "computed": computed,
                                "waiting": waiting, "ended": time.perf_counter()})
+            if self.rank == 1:  # the others are as far
+                report.log(TRAINER_NAME.format(1), f"update {update}  loss {loss:.3f}")
         return step_stats
 
 
-def run_trainer(ps_rref, args, trainer_class):
+def run_trainer(ps_rref: RRef, args: Namespace, trainer_class: type[Trainer]) -> dict:
     """Train, on a trainer's process, in one call for the length of the whole training."""
     step_stats = trainer_class(ps_rref, args).train()
     return {"updates": step_stats, "peak_memory": peak_memory()}
 
 
-def run_ps(server, args, trainer_class):
+def run_ps(server: BatchUpdateParameterServer, args: Namespace, trainer_class: type[Trainer]
+           ) -> list[dict]:
     """Let all trainers train at the same time; return what they return."""
     ps_rref = RRef(server)
     names = [TRAINER_NAME.format(rank) for rank in range(1, args.world_size)]
@@ -200,8 +205,10 @@ def run_ps(server, args, trainer_class):
                            ) from None
 
 
-def run_worker(rank, world_size, args, server_class=BatchUpdateParameterServer,
-               trainer_class=Trainer):
+def run_worker(
+        rank: int, world_size: int, args: Namespace,
+        server_class: type[BatchUpdateParameterServer] = BatchUpdateParameterServer,
+        trainer_class: type[Trainer] = Trainer) -> dict | None:
     """Serve on rank 0, start the trainers and return what is measured."""
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args))
@@ -215,7 +222,8 @@ def run_worker(rank, world_size, args, server_class=BatchUpdateParameterServer,
             "model_bytes": sum(tensor.nbytes for tensor in server.get_model())}
 
 
-def build_parser(example="param_server_batch_update", description=__doc__):
+def build_parser(example: str = "param_server_batch_update", description: str = __doc__
+                 ) -> Parser:
     """Return the parser, with the flags of this example."""
     parser = Parser(example, description, world_size=6, min_world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
@@ -231,8 +239,8 @@ def build_parser(example="param_server_batch_update", description=__doc__):
     return parser
 
 
-def main(argv=None):
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences in the process that reports, else None."""
     args = build_parser().parse_args(argv)
     require_sizes(args)
     return run_program(run_worker, args, role_name, finish)

@@ -1,35 +1,47 @@
 """The oracle of the batched updates: one process without RPC that steps with the mean gradients.
 
-`batch_update_recording.py` runs the lesson's own training in its own processes. All is in double
-precision: fifty BatchNorms in training mode magnify the rounding of single precision beyond any
-tolerance that could tell it from a mistake. The sizes of batches and images are cut, so that all
-numbers fit into one process.
+`record` runs the lesson's own training in its own processes: it sees what the trainers compute
+with, and on the server the gradients and weights of each step. All trainers are let in at the same
+moment, so that an addition without the lock would be seen.
+
+All is in double precision: fifty BatchNorms in training mode magnify the rounding of single
+precision beyond any tolerance that could tell it from a mistake. The sizes of batches and images
+are cut, so that all numbers fit into one process.
 """
 
 import functools
 import importlib
 import itertools
 import statistics
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Self
 
 import torch
 from common.launcher import launch
-from common.oracle import Comparison, verdict
+from common.oracle import Comparison, flat, verdict
+from common.recorder import Recorder, named_gradients, named_weights
 from common.vision import import_torchvision
+from torch import nn
 
+from param_server import batch_update as lesson
 from param_server import batch_update_results as results
-from param_server.batch_update_recording import flat, record_run, sums_of
 
 # ResNet50 magnifies rounding with each update, the more the fewer numbers a BatchNorm sees: with 4
 # images of 32 pixels, of which the last layers leave 1, beyond 1e-9 after 3 updates. Of 40 pixels
 # they leave 2 x 2: about 3e-13 after 2 updates.
 UPDATES, BATCH_SIZE, IMAGE_SIZE = {"resnet18": 3, "resnet50": 2}, 4, 40  # at most
+MEETING_S = 10  # that the server waits for the gradients of all trainers, to add them at once
 BECAUSE = "double precision; only the order of sums may differ"
 
 
 # --- one process, which knows of the lesson only the flags
 
 
-def single_process(args):
+def single_process(args: Namespace) -> dict:
     """Step with the mean of all trainers' gradients, by SGD with momentum.
 
     Args:
@@ -37,7 +49,7 @@ def single_process(args):
 
     Returns:
         `plans`: by rank, the batches. One entry for each update: `losses` of the trainers, and
-        `gradients`, their mean. `weights`, `statistics`: of BatchNorm, the running ones; at the
+        `gradients`, their mean. `weights`, and `statistics`, the running ones of BatchNorm: at the
         beginning, and after each update.
     """
     torch.manual_seed(args.seed)
@@ -77,8 +89,8 @@ def single_process(args):
     return alone
 
 
-def planned_batches(rank, args):
-    """The images and targets of all updates of a trainer, as the flags say."""
+def planned_batches(rank: int, args: Namespace) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Draw the images and targets of all updates of a trainer, from the seed."""
     generator = torch.Generator().manual_seed(1000 * args.seed + rank)
     classes = torch.randint(args.num_classes, (args.batch_size,), generator=generator)
     shape = (3, args.image_size, args.image_size)
@@ -89,11 +101,122 @@ def planned_batches(rank, args):
             for _ in range(args.num_updates)]
 
 
+# --- what is recorded
+
+
+class Recording:
+    """Keeps what a process sees of a training.
+
+    On a trainer, `forwards`: images, labels, whether in training mode, the running statistics and
+    the sums of each parameter that the model has then, when forward began and when backward ended.
+    On the server, `steps`: mean gradients, and weights afterwards. `arrivals`: the ranks, in order.
+    `locked`: for each addition, whether the lock was held. `final_statistics`, at the end.
+    """
+
+    def __init__(self) -> None:
+        self.forwards, self.steps, self.arrivals, self.locked = [], [], [], []
+        self.final_statistics = None
+
+
+def record(program: str, rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run a program, recorded; on rank 0, return the findings."""
+    torch.set_default_dtype(torch.float64)
+    recording = Recording()
+    with Recorder() as recorder:
+        if rank == 0:
+            record_server(recorder, recording)
+        else:
+            record_trainer(recorder, recording)
+        measured = importlib.import_module(program).run_worker(rank, world_size, args)
+    return compare(recording, measured, args) if rank == 0 else None
+
+
+def running_statistics(model: nn.Module) -> torch.Tensor:
+    """Copy the running means and variances of BatchNorm, as one vector."""
+    return flat([buffer for name, buffer in model.named_buffers()
+                 if name.endswith(("running_mean", "running_var"))])
+
+
+def sums_of(weights: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return, of each parameter, the sum of its numbers and of their absolute values."""
+    return torch.tensor([[tensor.detach().sum(), tensor.detach().abs().sum()]
+                         for tensor in weights])
+
+
+def record_trainer(recorder: Recorder, recording: Recording) -> None:
+    """Record each forward; what was seen comes back with the result of `run_trainer`."""
+
+    def before_forward(module, inputs):
+        if type(module).__name__ == "ResNet":
+            if not recording.forwards:  # the gradient of the first parameter is the last one
+                next(module.parameters()).register_post_accumulate_grad_hook(after_backward)
+            recording.forwards.append({
+                "began": time.perf_counter(),
+                "images": inputs[0].cpu().clone(), "training": float(module.training),
+                "statistics": running_statistics(module), "sums": sums_of(module.parameters())})
+        elif isinstance(module, nn.MSELoss):
+            recording.forwards[-1]["labels"] = inputs[1].cpu().clone()
+
+    def after_backward(_):
+        recording.forwards[-1]["ended"] = time.perf_counter()
+
+    recorder.on_forward(before=before_forward)
+
+    @recorder.around(lesson, "run_trainer")
+    def run_trainer(original, *arguments):
+        return {**original(*arguments), "forwards": recording.forwards}
+
+
+def record_server(recorder: Recorder, recording: Recording) -> None:
+    """Record each step, and what the trainers call, into which all are let at the same moment."""
+
+    @recorder.around(lesson, "run_ps")
+    def run_ps(original, server, args, trainer_class):
+        all_are_there = threading.Barrier(args.world_size - 1)
+
+        @recorder.around(server, "update_and_fetch_model")
+        def update_and_fetch_model(update, rank, *arguments):
+            recording.arrivals.append(rank)
+            try:
+                all_are_there.wait(MEETING_S)
+            except threading.BrokenBarrierError:
+                all_are_there.reset()
+            return update(rank, *arguments)
+
+        recorder.put(server, "sums", [Watched(total, server.lock, recording.locked)
+                                      for total in server.sums])
+        recorder.on_step(after=lambda _: recording.steps.append({
+            "gradients": named_gradients(server.model), "weights": named_weights(server.model)}))
+        trained = original(server, args, trainer_class)
+        recording.final_statistics = running_statistics(server.model)
+        return trained
+
+
+class Watched:
+    """Acts as a sum, and records with each addition whether the lock was held."""
+
+    def __init__(self, total: torch.Tensor, lock: threading.Lock, locked: list[bool]) -> None:
+        self.total, self.lock, self.locked = total, lock, locked
+
+    def __iadd__(self, gradient: torch.Tensor) -> Self:
+        self.locked.append(self.lock.locked())
+        self.total += gradient
+        return self
+
+    def __itruediv__(self, number: int) -> Self:
+        self.total /= number
+        return self
+
+    def zero_(self) -> None:
+        """Set all of it to 0, as the tensor's does."""
+        self.total.zero_()
+
+
 # --- what is held against what
 
 
-def compare(recording, measured, args):
-    """Hold every number of the recording against one process; the findings."""
+def compare(recording: Recording, measured: dict, args: Namespace) -> dict:
+    """Hold every number of the recording against one process; return the findings."""
     findings = Comparison(f"{args.world_size} processes", "one process")
     alone = single_process(args)
     plans, updates = alone["plans"], range(args.num_updates)
@@ -114,10 +237,12 @@ def compare(recording, measured, args):
                        "drawn from the seed, others for each trainer", "update")
     findings.equal("training mode", seen("training"), of_all([1.0] * args.num_updates),
                    "BatchNorm uses the batch", "update")
-    findings.close("weights read", seen("sums"), of_all(map(sums_of, alone["weights"][:-1])), 1e-9,
+    sums = [sums_of(weights.values()) for weights in alone["weights"]]
+    findings.close("weights read", seen("sums"), of_all(sums[:-1]), 1e-9,
                    f"two sums of each parameter, none of them stale; {BECAUSE}", "update")
-    findings.close("statistics", seen("statistics"), of_all(map(flat, alone["statistics"][:-1])),
-                   1e-9, f"BatchNorm's, the mean over the trainers; {BECAUSE}", "update")
+    running = [flat(buffers.values()) for buffers in alone["statistics"]]
+    findings.close("statistics", seen("statistics"), of_all(running[:-1]), 1e-9,
+                   f"BatchNorm's, the mean over the trainers; {BECAUSE}", "update")
     n_trainers = len(plans)
     findings.equal("arrivals", [sorted(recording.arrivals[start : start + n_trainers]) for start in
                                 range(0, len(recording.arrivals), n_trainers)],
@@ -135,14 +260,14 @@ def compare(recording, measured, args):
                    alone["gradients"], 1e-9, f"the mean over the trainers; {BECAUSE}", "update")
     findings.close("weights", [step["weights"] for step in recording.steps],
                    alone["weights"][1:], 1e-9, f"after the step; {BECAUSE}", "update")
-    findings.close("final statistics", [recording.final_statistics],
-                   [flat(alone["statistics"][-1])], 1e-9, BECAUSE, "model")
+    findings.close("final statistics", [recording.final_statistics], running[-1:], 1e-9, BECAUSE,
+                   "model")
     compare_metrics(findings, measured, alone, args)
     return findings.as_dict()
 
 
-def compare_metrics(findings, measured, alone, args):
-    """What is written to metrics.json."""
+def compare_metrics(findings: Comparison, measured: dict, alone: dict, args: Namespace) -> None:
+    """Hold what is written to metrics.json."""
     reported = results.summary(measured, args)
     findings.close("mean losses", reported["loss"],
                    [sum(losses.values()) / len(losses) for losses in alone["losses"]], 1e-9,
@@ -166,8 +291,8 @@ def compare_metrics(findings, measured, alone, args):
                    "every number there and back, for each trainer", "run")
 
 
-def compare_moments(findings, measured):
-    """The times of which these seconds are made."""
+def compare_moments(findings: Comparison, measured: dict) -> None:
+    """Hold the order of the times of which these seconds are made."""
     early = 0
     for trainer in measured["trainers"]:
         for stats, forward in zip(trainer["updates"], trainer["forwards"], strict=False):
@@ -182,18 +307,11 @@ def compare_moments(findings, measured):
 # --- the command
 
 
-def record(program, rank, world_size, args):
-    """Record a program's run in each process; on rank 0, return the findings."""
-    torch.set_default_dtype(torch.float64)
-    measured, recording = record_run(importlib.import_module(program), rank, world_size, args)
-    return compare(recording, measured, args) if rank == 0 else None
-
-
-def check(program, args):
-    """Train for a few updates, and hold every number against one process; the differences.
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Train for a few updates, and hold every number against one process; return the differences.
 
     Args:
-        program: the module of batch_update.py or flat_update.py.
+        program: batch_update.py or flat_update.py.
         args: the parsed flags.
     """
     args.num_updates = UPDATES[args.arch]

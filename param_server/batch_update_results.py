@@ -2,13 +2,15 @@
 
 import statistics
 import sys
+from argparse import Namespace
 
 import torch
-from common import picture, report, timeline_report
+from common import picture, report
+from common.tracing import page
 
 SPENT = {"compute": {"color": "C0"}, "transfer": {"color": "C5", "hatch": "////"},
-         "waiting": {"color": timeline_report.IDLE}}
-# What a timeline shows (common/tracing.py): the trainers compute, the server steps for all of them.
+         "waiting": {"color": page.IDLE}}
+# What a timeline shows (common/tracing): the trainers compute, the server steps for all of them.
 SPANS = {
     "torchvision.models.resnet:ResNet.forward": ["forward", "backward", "Trainer.train"],
     "torch.optim:SGD.step": ["step", None, "BatchUpdateParameterServer.update_and_fetch_model"],
@@ -23,24 +25,24 @@ WORDS = {
 }
 
 
-def peak_memory():
+def peak_memory() -> int:
     """Return the peak of this process until now, in bytes."""
-    import resource  # not on Windows, where `common` says in words what to do
+    import resource  # not on Windows, where importing `common` ends with one line
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def seconds_of(step_stats):
-    """What an update of a trainer took: in all, and what it was spent on."""
+def seconds_of(step_stats: dict[str, float]) -> dict[str, float]:
+    """Return what an update of a trainer took: in all, and what it was spent on."""
     seconds = step_stats["ended"] - step_stats["started"]
     compute, waiting = step_stats["computed"] - step_stats["started"], step_stats["waiting"]
     return {"seconds": seconds, "compute": compute, "waiting": waiting,
             "transfer": seconds - compute - waiting}
 
 
-def summary(measured, args):
-    """The metrics of a run.
+def summary(measured: dict, args: Namespace) -> dict:
+    """Return the metrics of a run, as metrics.json has them.
 
     Args:
         measured: what the server returns: of each trainer the `step_stats` of its updates and its
@@ -66,8 +68,8 @@ def summary(measured, args):
             "peak_memory_gb": peak / 1e9}
 
 
-def finish(measured, args):
-    """Write metrics.json, draw, print the last line; the whole metrics."""
+def finish(measured: dict, args: Namespace) -> dict:
+    """Write metrics.json, draw, print the last line; return the whole metrics."""
     metrics = {**summary(measured, args), "wall_s": measured["wall_s"]}
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot([metrics], args)
@@ -83,7 +85,7 @@ def finish(measured, args):
     return metrics
 
 
-def plot(runs, args):
+def plot(runs: list[dict], args: Namespace) -> None:
     """Draw `batch_update.png`: what every update was spent on, in one or several runs."""
     path, values = args.output_dir / "batch_update.png", {
         "arch": args.arch, "trainers": args.world_size - 1}

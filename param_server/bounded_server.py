@@ -25,8 +25,11 @@ slowest. With N workers a gradient may then be about N times as many steps old.
 
 import contextlib
 import threading
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from common.cli import bounded
+from common.cli import Parser, bounded
 from common.program import run_program
 from torch.distributed import rpc
 from torch.futures import Future
@@ -39,7 +42,7 @@ from param_server.results import finish
 
 
 class Bound:
-    """Who may read and who may step, so that no gradient is older than K steps; without RPC.
+    """Decides who may read and who may step, so that no gradient is older than K steps.
 
     In flight are the forwards whose steps are not made yet. Order them by when they read, oldest
     first, and let age be the number of steps since then: always, age + place <= K.
@@ -52,34 +55,35 @@ class Bound:
        move up one place; and where none is in flight, any forward may read.
 
     K = 0 lets one trainer at a time from its forward to its step; a large K holds nobody back.
+    There is no RPC in it: a trainer is a number, and what it waits for is the caller's.
 
     Args:
         max_staleness: K, at least 0.
     """
 
-    def __init__(self, max_staleness):
+    def __init__(self, max_staleness: int) -> None:
         self.max_staleness, self.steps = max_staleness, 0
         self.read_at = {}  # of the forwards in flight: trainer -> steps made when it read
         self.stepping = None  # the trainer that was let through and has not stepped yet
         self.waiting = []  # (trainer, what it wants: "read" or "step", what is returned then)
 
-    def may_read(self):
-        """Whether one more forward can be in flight."""
+    def may_read(self) -> bool:
+        """Decide whether one more forward can be in flight."""
         return len(self.read_at) <= self.max_staleness
 
-    def may_step(self, trainer):
-        """Whether a step of this trainer leaves all others in flight young enough."""
+    def may_step(self, trainer: int) -> bool:
+        """Decide whether after a step of this trainer all others in flight are young enough."""
         others = sorted(moment for other, moment in self.read_at.items() if other != trainer)
         return self.stepping is None and all(
             self.steps + 1 - moment + place <= self.max_staleness
             for place, moment in enumerate(others))
 
-    def ask(self, trainer, wish, turn):
-        """A trainer waits to "read" or to "step"; `go_on` returns `turn` when it may."""
+    def ask(self, trainer: int, wish: str, turn: Any) -> None:
+        """Let a trainer wait to "read" or to "step"; `go_on` returns `turn` when it may."""
         self.waiting.append((trainer, wish, turn))
 
-    def go_on(self):
-        """Let everyone go on who may: the oldest gradient first, then forwards as they came."""
+    def go_on(self) -> list[Any]:
+        """Return the turns of all who may go on: oldest gradient first, then forwards in order."""
         turns = []
         steps = [entry for entry in self.waiting if entry[1] == "step"]
         for entry in sorted(steps, key=lambda entry: self.read_at[entry[0]]):
@@ -93,17 +97,17 @@ class Bound:
         self.waiting = [entry for entry in self.waiting if entry not in turns]
         return [turn for _, _, turn in turns]
 
-    def read(self, trainer):
-        """A trainer that was let in reads the weights as they are now: it is the youngest."""
+    def read(self, trainer: int) -> None:
+        """Note that a trainer that was let in reads the weights now: it is the youngest."""
         self.read_at[trainer] = self.steps
 
-    def stepped(self, trainer):
-        """A trainer has stepped."""
+    def stepped(self, trainer: int) -> None:
+        """Note that a trainer has stepped."""
         self.steps += 1
         self.leave(trainer)
 
-    def leave(self, trainer):
-        """The forward of a trainer is not in flight any more."""
+    def leave(self, trainer: int) -> None:
+        """Note that the forward of a trainer is not in flight any more."""
         self.read_at.pop(trainer, None)
         self.waiting = [entry for entry in self.waiting if entry[0] != trainer]
         if self.stepping == trainer:
@@ -111,45 +115,45 @@ class Bound:
 
 
 class BoundedParameterServer(AsyncParameterServer):
-    """A parameter server whose trainers ask before they read and before they step.
+    """Lets its trainers ask before they read and before they step.
 
     An answer is a future, which keeps no thread of the server while a trainer waits.
     """
 
-    def __init__(self, args):
+    def __init__(self, args: Namespace) -> None:
         super().__init__(args)
         self.lock, self.bound = threading.Lock(), Bound(args.max_staleness)
 
     @rpc.functions.async_execution
-    def acquire_read(self, trainer):
+    def acquire_read(self, trainer: int) -> Future:
         """Return a future that is completed when this trainer's forward may read the weights."""
         turn = Future()
         self.change(self.bound.ask, trainer, "read", turn)
         return turn
 
     @rpc.functions.async_execution
-    def acquire_step(self, trainer):
+    def acquire_step(self, trainer: int) -> Future:
         """Return a future that is completed when this trainer may step, as the next one of all."""
         turn = Future()
         self.change(self.bound.ask, trainer, "step", turn)
         return turn
 
-    def note_read(self, trainer):
+    def note_read(self, trainer: int | None) -> None:
         """Tell the bound that these weights are those of now, not of when it was let in."""
         super().note_read(trainer)
         if trainer is not None:
             self.change(self.bound.read, trainer)
 
-    def note_step(self, trainer):
+    def note_step(self, trainer: int) -> None:
         """Let those go on who have waited for this step."""
         super().note_step(trainer)
         self.change(self.bound.stepped, trainer)
 
-    def give_up(self, trainer):
+    def give_up(self, trainer: int) -> None:
         """Let nobody wait for the step of this trainer: it will not come."""
         self.change(self.bound.leave, trainer)
 
-    def change(self, what, *about):
+    def change(self, what: Callable[..., None], *about) -> None:
         """Tell the bound what has happened, and wake those who may go on now."""
         with self.lock:
             what(*about)
@@ -159,10 +163,10 @@ class BoundedParameterServer(AsyncParameterServer):
 
 
 class BoundedTrainerNet(AsyncTrainerNet):
-    """A trainer's side of it: it asks before its forward."""
+    """Asks before its forward."""
 
     @contextlib.contextmanager
-    def turn(self):
+    def turn(self) -> Iterator[None]:
         """Wait until so few forwards are in flight that this one can be, too."""
         server, trainer = self.param_server_rref, rpc.get_worker_info().id
         server.rpc_sync().acquire_read(trainer)
@@ -174,30 +178,30 @@ class BoundedTrainerNet(AsyncTrainerNet):
 
 
 class BoundedOptimizer(AsyncOptimizer):
-    """A distributed optimizer that asks before it steps."""
+    """Asks before it steps."""
 
-    def __init__(self, sgd_class, params_rref, **defaults):
+    def __init__(self, sgd_class: type, params_rref: list[rpc.RRef], **defaults) -> None:
         super().__init__(sgd_class, params_rref, **defaults)
         self.server = rpc.remote(SERVER_NAME, get_server)
 
-    def step(self, context_id):
+    def step(self, context_id: int) -> None:
         """Wait until this step makes no other gradient too old, and step."""
         self.server.rpc_sync().acquire_step(rpc.get_worker_info().id)
         super().step(context_id)
 
 
-def get_server():
+def get_server() -> BoundedParameterServer:
     """Return the server of this run, on rank 0."""
     return tutorial.param_server
 
 
-def run_worker(rank, world_size, args):
-    """Like the tutorial's, with the bounded server."""
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Do what the tutorial's does, with the bounded server."""
     return tutorial.run_worker(rank, world_size, args, BoundedParameterServer, BoundedTrainerNet,
                                BoundedOptimizer)
 
 
-def build_parser():
+def build_parser() -> Parser:
     """Return the parser: the tutorial's flags, and the bound."""
     parser = tutorial.build_parser("param_server_bounded", __doc__)
     parser.add_argument("--max_staleness", type=bounded(int, at_least=0), default=1, metavar="K",
@@ -205,8 +209,8 @@ def build_parser():
     return parser
 
 
-def main(argv=None):
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences in the process that reports, else None."""
     args = build_parser().parse_args(argv)
     require_inputs(args, tutorial.Net)
     return run_program(run_worker, args, role_name, finish)

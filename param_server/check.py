@@ -1,7 +1,9 @@
 """The oracle of the parameter servers of 6_6: one process without RPC makes every update again.
 
-`recording.py` runs the lesson's own loop in its own processes. Here, one process computes the same
-updates, in the order in which the trainers came and dropout drew, and every number is compared.
+`record` runs the lesson's own loop in its own processes, for two short epochs: on the server it
+sees what each forward reads, each gradient, and the weights after each step. Several trainers come
+in an order of their own, and dropout draws from one generator for all of them: both orders are
+recorded. `single_process` follows them, and `compare` holds every number against it.
 
 How old the weights of a gradient were is not counted as the server counts it, but taken from the
 weights that each forward has read: they are looked up among those after every step.
@@ -15,18 +17,35 @@ import functools
 import importlib
 import itertools
 import os
+import threading
+import time
+from argparse import Namespace
+from types import ModuleType
 
 import joblib
 import torch
+from common import checkpoint
+from common.data import load_data
 from common.launcher import launch
 from common.oracle import Comparison, verdict
+from common.recorder import Recorder, copies, current_context, named_weights
+from torch import nn
+from torch.distributed import rpc
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from param_server import main as lesson
 from param_server import results
-from param_server.recording import BATCH_SIZE, EPOCHS, LAYERS, record_run, small_data
 
+EPOCHS, BATCH_SIZE = 2, 8  # images, at most
+# Updates of all trainers together in each epoch, about; test images for more than one batch of the
+# accuracy.
+UPDATES, TEST_IMAGES = 8, 510
+HEAD_START_S = 0.3
+REST_STEPS, REST_S, REST_AT_MOST_S = 3, 0.2, 10.0
+LAYERS = ("dropout1", "dropout2")
 DOUBLE = "double precision"
+Draw = tuple[int, int, str]  # rank, step of this trainer, layer
 # How many steps old the weights of a gradient may be; None: as old as they become.
 BOUND = {"param_server.main": lambda args: 0, "param_server.async_server": lambda args: None,
          "param_server.bounded_server": lambda args: args.max_staleness}
@@ -35,7 +54,9 @@ BOUND = {"param_server.main": lambda args: 0, "param_server.async_server": lambd
 # --- one process, which knows of the lesson only the flags and the initial weights
 
 
-def single_process(args, data, order, draws, device):
+def single_process(args: Namespace, data: tuple[TensorDataset, TensorDataset],
+                   order: list[tuple[int, dict[str, torch.Tensor] | None]], draws: list[Draw],
+                   device: torch.device) -> dict:
     """Make the updates of a training again.
 
     Args:
@@ -49,7 +70,7 @@ def single_process(args, data, order, draws, device):
     Returns:
         `plans`: by rank, the batches of all steps. `masks`: by entry of `draws`. `initial`: the
         weights at the start. `losses`, `gradients`, `weights`: one entry for each update. `test`:
-        log-probabilities of the test images at the end.
+        log-probabilities of the test images at the end. Weights and test are on the CPU.
     """
     torch.manual_seed(args.seed)
     weights, first_epoch = lesson.Net().to(device).state_dict(), 0
@@ -66,15 +87,15 @@ def single_process(args, data, order, draws, device):
     for rank, step, layer in draws:
         if step < len(plans.get(rank, ())):  # else nobody should have drawn
             masks[rank, step, layer] = draw(layer, len(plans[rank][step][1]), device)
-    alone = {"initial": weights, "masks": masks, "plans": plans, "losses": [], "gradients": [],
-             "weights": []}
+    alone = {"initial": on_cpu(weights), "masks": masks, "plans": plans, "losses": [],
+             "gradients": [], "weights": []}
     steps = dict.fromkeys(plans, 0)
     for rank, read in order:
         step, steps[rank] = steps[rank], steps[rank] + 1
         if step >= len(plans[rank]):
             break  # more updates than there should be
         images, labels = (tensor.to(device) for tensor in plans[rank][step])
-        leaves = {name: tensor.clone().requires_grad_()
+        leaves = {name: tensor.to(device, copy=True).requires_grad_()
                   for name, tensor in (weights if read is None else read).items()}
         of_step = [masks.get((rank, step, layer), 1.0) for layer in LAYERS]
         output = log_probabilities(leaves, images, of_step)
@@ -84,15 +105,16 @@ def single_process(args, data, order, draws, device):
         weights = {name: weights[name] - args.lr * gradients[name] for name in weights}
         alone["losses"].append({f"trainer{rank}": loss.item()})
         alone["gradients"].append(gradients)
-        alone["weights"].append(weights)
+        alone["weights"].append(on_cpu(weights))
     images, _ = test_set.tensors
     with torch.no_grad():
         alone["test"] = log_probabilities(weights, images.to(device)).cpu()
     return alone
 
 
-def planned_batches(train_set, rank, first_epoch, args):
-    """The images and labels of all steps of a trainer, as the flags say."""
+def planned_batches(train_set: TensorDataset, rank: int, first_epoch: int, args: Namespace
+                    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Draw the images and labels of all steps of a trainer, from the seed."""
     images, labels = train_set.tensors
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(args.seed)).tolist()
     mine = [image for place, image in enumerate(order) if place % (args.world_size - 1) == rank - 1]
@@ -107,15 +129,16 @@ def planned_batches(train_set, rank, first_epoch, args):
     return batches
 
 
-def draw(layer, n_images, device):
-    """A mask of dropout: of whole channels before fc1, of single numbers behind it."""
+def draw(layer: str, n_images: int, device: torch.device) -> torch.Tensor:
+    """Draw a mask of dropout: of whole channels before fc1, of single numbers behind it."""
     if layer == "dropout1":
         return F.dropout2d(torch.ones(n_images, 64, 12, 12, device=device), 0.25, training=True)
     return F.dropout(torch.ones(n_images, 128, device=device), 0.5, training=True)
 
 
-def log_probabilities(weights, images, masks=(1.0, 1.0)):
-    """The network, with functions; `masks` are what dropout multiplies with."""
+def log_probabilities(weights: dict[str, torch.Tensor], images: torch.Tensor,
+                      masks: tuple | list = (1.0, 1.0)) -> torch.Tensor:
+    """Compute the network with functions; `masks` are what dropout multiplies with."""
     hidden = F.relu(F.conv2d(images, weights["conv1.weight"], weights["conv1.bias"]))
     hidden = F.conv2d(hidden, weights["conv2.weight"], weights["conv2.bias"])
     hidden = F.max_pool2d(hidden, 2) * masks[0]
@@ -124,11 +147,213 @@ def log_probabilities(weights, images, masks=(1.0, 1.0)):
     return F.linear(hidden, weights["fc2.weight"], weights["fc2.bias"]).log_softmax(dim=1)
 
 
+def on_cpu(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors by name, on the CPU."""
+    return {name: tensor.cpu() for name, tensor in named.items()}
+
+
+# --- what is recorded
+
+
+class Recording:
+    """Keeps what the server's process sees of a training.
+
+    `forwards` in a context: context, images, the weights that were read, how many steps had ended
+    before it and how many had begun at its end. `steps`: context, gradients, weights afterwards.
+    `draws` of dropout, in order: context, what it multiplied with. `evaluations`, the forwards
+    outside of a context: images, log-probabilities. `events`: forwards and steps, in order.
+    `saved`: the checkpoints. `gathered`: when all trainers had met. `rested`: how many steps the
+    others could and did make during the first forward of trainer1. `metrics`: what the first
+    trainer returns.
+    """
+
+    def __init__(self) -> None:
+        self.forwards, self.steps, self.draws, self.evaluations = [], [], [], []
+        self.events, self.saved, self.gathered, self.metrics = [], [], [], None
+        self.rested = None
+        self.begun, self.drawing, self.thread = 0, threading.Lock(), threading.local()
+
+    def in_order(self, ranks: range) -> tuple[dict[int, list[dict]], list[tuple[int, int]],
+                                              list[Draw]]:
+        """Find out whose each forward, step and draw was.
+
+        Returns:
+            The forwards of each rank, in lists; for each step of the optimizer, the trainer and the
+            number of its forward, from 0; for each draw, the same and the layer.
+        """
+        forwards, place_of = {rank: [] for rank in ranks}, {}
+        for forward in self.forwards:
+            rank = forward["context"] >> 48  # the first 16 bits are the rank that opened it
+            place_of[forward["context"]] = rank, len(forwards[rank])
+            forwards[rank].append(forward)
+        steps = [place_of[step["context"]] for step in self.steps if step["context"] in place_of]
+        draws, drawn = [], dict.fromkeys((context for context, _ in self.draws), 0)
+        for context, _ in self.draws:
+            layer = LAYERS[min(drawn[context], len(LAYERS) - 1)]
+            draws.append((*place_of.get(context, (0, 0)), layer))
+            drawn[context] += 1
+        return forwards, steps, draws
+
+
+recording = Recording()  # of this process; in a trainer's, it stays empty
+
+
+def record(program: str, rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run a program on `small_data`, recorded; on rank 0, return the findings."""
+    torch.set_default_dtype(torch.float64)
+    with Recorder() as recorder:
+        recorder.put(lesson, "load_data", small_data)
+        if rank == 0:
+            record_server(recorder, args)
+        else:
+            record_trainer(recorder)
+        importlib.import_module(program).run_worker(rank, world_size, args)
+    if rank != 0:
+        return None
+    torch.set_num_threads(joblib.cpu_count())  # the others have ended
+    return compare(recording, args)
+
+
+def small_data(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
+    """Load the first images: a few batches for each trainer, and those for the accuracy."""
+    train, test = (half.tensors for half in load_data(args))
+    n_trainers = args.world_size - 1
+    # Whole batches, a smaller one at the end, and shares that differ by one image.
+    whole = batches_of_each(args) - 1
+    n_images = n_trainers * (whole * args.batch_size + (args.batch_size + 1) // 2) + 1
+    test = [torch.cat([tensor, tensor]) for tensor in test]
+    return tuple(TensorDataset(images[:number].double(), labels[:number])
+                 for (images, labels), number in ((train, n_images), (test, TEST_IMAGES)))
+
+
+def batches_of_each(args: Namespace) -> int:
+    """Return how many steps each trainer makes in an epoch."""
+    return max(2, UPDATES // (args.world_size - 1))
+
+
+def record_trainer(recorder: Recorder) -> None:
+    """Let a trainer train until `last_epoch`, and send the server the metrics."""
+
+    @recorder.around(lesson, "get_next_batch")
+    def get_next_batch(original, train_set, rank, epoch, args):
+        *batches, last = original(train_set, rank, epoch, args)
+        yield from batches
+        if rank > 1 and epoch == args.epochs - 1:
+            # The first trainer is ready before the others: its accuracy must wait for their steps.
+            time.sleep(HEAD_START_S)
+        yield last
+
+    @recorder.around(lesson, "run_training_loop")
+    def run_training_loop(original, rank, train_set, test_set, args, *classes):
+        args.epochs = rpc.rpc_sync(lesson.SERVER_NAME, last_epoch)
+        metrics = original(rank, train_set, test_set, args, *classes)
+        if metrics is not None:
+            rpc.rpc_sync(lesson.SERVER_NAME, receive, args=(metrics,))
+        return metrics
+
+
+def last_epoch() -> int:
+    """Return when a check ends; the server knows from its checkpoint where the training began."""
+    return lesson.param_server.first_epoch + EPOCHS
+
+
+def receive(metrics: dict) -> None:
+    """Take the metrics of the first trainer, on the server."""
+    recording.metrics = metrics
+
+
+def record_server(recorder: Recorder, args: Namespace) -> None:
+    """Record every call, forward and step of the server, and its checkpoints."""
+
+    @recorder.around(lesson.ParameterServer, "__init__")
+    def init(original, server, args):
+        original(server, args)
+        args.epochs = server.first_epoch + EPOCHS
+        record_calls(recorder, server)
+
+    def save(_, state):
+        weights = dict(zip(state["model"], copies(state["model"].values()), strict=True))
+        recording.saved.append({"epochs": state["epochs"], "weights": weights})
+
+    def before_forward(module, _):
+        if is_dropout(module):
+            recording.drawing.acquire()  # one draw at a time, so that there is an order of them
+        elif isinstance(module, lesson.Net) and (current_context() or 0) >> 48 == 1:
+            rest(args)
+
+    def after_forward(module, inputs, output):
+        if is_dropout(module):
+            before = inputs[0].detach()  # where it is zero, nobody can see the mask
+            factors = torch.where(before != 0, output.detach() / before, torch.nan)
+            recording.draws.append((current_context(), factors))
+            recording.drawing.release()
+        elif isinstance(module, lesson.Net) and current_context() is None:
+            recording.evaluations.append({"images": inputs[0].cpu(), "output": output.cpu()})
+        elif isinstance(module, lesson.Net):
+            recording.forwards.append({
+                "context": current_context(), "images": inputs[0].detach().cpu().clone(),
+                "weights": named_weights(module), "ended": recording.thread.ended,
+                "begun": recording.begun, "began": recording.thread.began})
+
+    def before_step(_):
+        recording.begun += 1
+
+    def after_step(_):
+        context, server = current_context(), lesson.param_server
+        recording.events.append(("step", context))
+        gradients = server.get_dist_gradients(context)
+        recording.steps.append({
+            "context": context, "moment": time.time(), "weights": named_weights(server.model),
+            "gradients": dict(zip(gradients, copies(gradients.values()), strict=True))})
+
+    recorder.put(checkpoint, "save", save)  # a check writes over no file
+    recorder.on_forward(before_forward, after_forward)
+    recorder.on_step(before_step, after_step)
+
+
+def record_calls(recorder: Recorder, server: lesson.ParameterServer) -> None:
+    """Record when trainers call a server."""
+
+    @recorder.around(server, "forward")
+    def forward(original, *inputs):
+        recording.thread.ended, recording.thread.began = len(recording.steps), time.time()
+        recording.events.append(("forward", current_context()))
+        return original(*inputs)
+
+    @recorder.around(server, "all_gather")
+    def all_gather(original, rank, value):
+        values = original(rank, value)
+        recording.gathered.append(time.time())
+        return values
+
+
+def rest(args: Namespace) -> None:
+    """Let the others step, if they may, when the first forward of trainer1 has read the weights."""
+    others = args.world_size - 2
+    if recording.rested is not None or others == 0:
+        return
+    before = len(recording.steps)
+    may = REST_STEPS if args.bound is None else min(REST_STEPS, args.bound)
+    expected = min(may, others * EPOCHS * batches_of_each(args) - before)
+    recording.rested = {"expected": expected, "made": 0}
+    ends = time.time() + REST_AT_MOST_S
+    while len(recording.steps) < before + expected and time.time() < ends:
+        time.sleep(0.01)
+    if args.bound is not None:
+        time.sleep(REST_S)  # is there one step too many?
+    recording.rested["made"] = len(recording.steps) - before
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Decide whether a module draws a mask now."""
+    return "Dropout" in type(module).__name__ and module.training
+
+
 # --- what is held against what
 
 
-def compare(recording, args):
-    """Hold every number of the recording against one process; the findings."""
+def compare(recording: Recording, args: Namespace) -> dict:
+    """Hold every number of the recording against one process; return the findings."""
     findings = Comparison(f"{args.world_size} processes ({results.CONSISTENCY[args.example]})",
                           "one process")
     ranks = range(1, args.world_size)
@@ -136,9 +361,8 @@ def compare(recording, args):
     one_at_a_time = len(ranks) == 1 or args.bound == 0
     order = [(rank, None if one_at_a_time else forwards[rank][step]["weights"])
              for rank, step in stepped]
-    device = recording.steps[0]["weights"]["fc2.bias"].device if recording.steps else "cpu"
     data = small_data(args)
-    alone = single_process(args, data, order, draws, device)
+    alone = single_process(args, data, order, draws, lesson.param_server.input_device)
     plans = alone["plans"]
 
     findings.equal("training images", *by_step(
@@ -174,14 +398,15 @@ def compare(recording, args):
     return findings.as_dict()
 
 
-def by_step(recorded, planned):
-    """Two dicts of lists, by rank, as `Comparison` takes them: what all trainers did in a step."""
+def by_step(recorded: dict[int, list], planned: dict[int, list]) -> list[list[dict]]:
+    """Turn both, lists by rank, into what all trainers did in each step, as `Comparison` takes."""
     return [[{f"trainer{rank}": values[step] for rank, values in side.items() if step < len(values)}
              for step in range(max(map(len, side.values())))] for side in (recorded, planned)]
 
 
-def compare_dropout(findings, recording, alone, draws):
-    """The masks of dropout: as one generator draws them that was seeded alike."""
+def compare_dropout(findings: Comparison, recording: Recording, alone: dict, draws: list[Draw]
+                    ) -> None:
+    """Hold the masks of dropout against those of one generator that was seeded alike."""
     ours, theirs = [], []
     for place, (_, factors) in zip(draws, recording.draws, strict=True):
         rank, _, layer = place
@@ -197,8 +422,9 @@ def compare_dropout(findings, recording, alone, draws):
                    f"{len(draws)} drawn, {expected} expected: two in each forward of the training")
 
 
-def compare_accuracy(findings, recording, alone, images, labels):
-    """The test images, their log-probabilities without dropout, and the accuracy."""
+def compare_accuracy(findings: Comparison, recording: Recording, alone: dict,
+                     images: torch.Tensor, labels: torch.Tensor) -> None:
+    """Hold the test images, their log-probabilities without dropout, and the accuracy."""
     seen, outputs = (torch.cat([part[what] for part in recording.evaluations] or [torch.zeros(0)])
                      for what in ("images", "output"))
     findings.equal("test images", [seen], [images], "all of the test set, once", "pass")
@@ -213,8 +439,8 @@ def compare_accuracy(findings, recording, alone, images, labels):
                    f"images ({undecided:.6f} are too close to tell)")
 
 
-def compare_turns(findings, recording):
-    """After the forward of a step, that step comes next."""
+def compare_turns(findings: Comparison, recording: Recording) -> None:
+    """Hold that after the forward of a step, that step comes next."""
     events = [(what, context) for what, context in recording.events if context is not None]
     mixed = sum(first != ("forward", second[1]) or second[0] != "step"
                 for first, second in zip(events[::2], events[1::2], strict=False))
@@ -222,8 +448,8 @@ def compare_turns(findings, recording):
                    f"step, another trainer came {mixed} times")
 
 
-def compare_weights_read(findings, recording, alone):
-    """What a forward has read are the weights after one step, between its beginning and its end.
+def compare_weights_read(findings: Comparison, recording: Recording, alone: dict) -> None:
+    """Hold that a forward has read the weights after one step, between its beginning and its end.
 
     Which step that is, is kept in the forward, as "version"; 0 are the initial weights.
     """
@@ -247,8 +473,8 @@ def compare_weights_read(findings, recording, alone):
                    "step, at most 1e-09 of the largest (double precision; others are further off)")
 
 
-def compare_staleness(findings, recording, args):
-    """How old the weights of each gradient were; none older than K; others could go on."""
+def compare_staleness(findings: Comparison, recording: Recording, args: Namespace) -> None:
+    """Hold how old the weights of each gradient were; none older than K; others could go on."""
     version = {forward["context"]: forward["version"] for forward in recording.forwards}
     ages = {rank: collections.Counter() for rank in range(1, args.world_size)}
     for number, step in enumerate(recording.steps):
@@ -274,8 +500,9 @@ def compare_staleness(findings, recording, args):
                        f"others made {made} steps, {expected} expected")
 
 
-def compare_metrics(findings, recording, alone, args):
-    """What is written to metrics.json."""
+def compare_metrics(findings: Comparison, recording: Recording, alone: dict, args: Namespace
+                    ) -> None:
+    """Hold what is written to metrics.json."""
     reported, plans = results.summary(recording.metrics, args), alone["plans"]
     losses = {rank: [] for rank in plans}
     for of_update in alone["losses"]:
@@ -302,8 +529,9 @@ def compare_metrics(findings, recording, alone, args):
                    1e-9, "updates and samples of all and of each, samples/s", "row")
 
 
-def compare_moments(findings, recording, forwards, stepped, args):
-    """The times of which samples/s are made, on the clock of this machine."""
+def compare_moments(findings: Comparison, recording: Recording, forwards: dict[int, list[dict]],
+                    stepped: list[tuple[int, int]], args: Namespace) -> None:
+    """Hold the order of the times of which samples/s are made, on the clock of this machine."""
     if os.environ["LOCAL_WORLD_SIZE"] != str(args.world_size):
         return  # several machines have several clocks
     wrong = 0
@@ -325,21 +553,11 @@ def compare_moments(findings, recording, forwards, stepped, args):
 # --- the command
 
 
-def record(program, rank, world_size, args):
-    """Record a program's run in each process; on rank 0, return the findings."""
-    torch.set_default_dtype(torch.float64)
-    recording = record_run(importlib.import_module(program), rank, world_size, args)
-    if rank != 0:
-        return None
-    torch.set_num_threads(joblib.cpu_count())  # the others have ended
-    return compare(recording, args)
-
-
-def check(program, args):
-    """Train for a few steps, and hold every number against one process; the differences.
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Train for a few steps, and hold every number against one process; return the differences.
 
     Args:
-        program: the module of main.py, async_server.py or bounded_server.py.
+        program: main.py, async_server.py or bounded_server.py.
         args: the parsed flags.
     """
     args.batch_size = min(args.batch_size, BATCH_SIZE)

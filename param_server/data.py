@@ -1,12 +1,18 @@
 """The images of each trainer of tutorial 6_6, and what cannot be trained on, in both tutorials."""
 
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+
 import torch
 from common import checkpoint
 from common.cli import given, ranks_here, refuse, require_memory, starts_rank
 from common.data import fetch_data, load_data
+from torch import nn
+from torch.utils.data import TensorDataset
 
 
-def get_next_batch(train_set, rank, epoch, args):
+def get_next_batch(train_set: TensorDataset, rank: int, epoch: int, args: Namespace
+                   ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the batches of a trainer's own share of the images, in another order in each epoch.
 
     In the tutorial, every trainer goes through all images: N trainers do N times the work.
@@ -24,7 +30,13 @@ def get_next_batch(train_set, rank, epoch, args):
         yield train_set[batch]
 
 
-def require_inputs(args, make_model):
+def count_batches(train_set: TensorDataset, rank: int, args: Namespace) -> int:
+    """Return how many batches `get_next_batch` yields in an epoch."""
+    share = range(rank - 1, len(train_set), args.world_size - 1)
+    return -(-len(share) // args.batch_size)
+
+
+def require_inputs(args: Namespace, make_model: Callable[[], nn.Module]) -> None:
     """Fetch the images if need be; refuse too many trainers, and a checkpoint that does not fit."""
     fetch_data(args)
     if starts_rank(args, 1) and args.world_size - 1 > (n_samples := len(load_data(args)[0])):
@@ -36,7 +48,7 @@ def require_inputs(args, make_model):
                "many behind it")
 
 
-def require_sizes(args):
+def require_sizes(args: Namespace) -> None:
     """Refuse images of `batch_update.py` that this machine cannot hold."""
     # A trainer has a pattern for each class, and of each image of a batch also its noise.
     images = (args.num_classes + 2 * args.batch_size) * sum(rank > 0 for rank in ranks_here(args))

@@ -28,6 +28,9 @@ gradient of weights that are too old.
 import contextlib
 import threading
 import time
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any, Self
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -40,23 +43,24 @@ from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
-from param_server.data import get_next_batch, require_inputs
+from param_server.data import count_batches, get_next_batch, require_inputs
 from param_server.results import finish, log_epoch
 
 SERVER_NAME = "parameter_server"
 TRAINER_NAME = "trainer{}"
 
 
-def role_name(rank, world_size):
+def role_name(rank: int, world_size: int) -> str:
     """Name the ranks: 0 is the server, all others are trainers."""
     return SERVER_NAME if rank == 0 else TRAINER_NAME.format(rank)
 
 
 class Net(nn.Module):
-    """The network of PyTorch's MNIST example: images (N, 1, 28, 28) to log(p) (N, 10)."""
+    """Classifies images of digits: the network of PyTorch's MNIST example."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3, 1)
         self.conv2 = nn.Conv2d(32, 64, 3, 1)
@@ -65,8 +69,8 @@ class Net(nn.Module):
         self.fc1 = nn.Linear(9216, 128)
         self.fc2 = nn.Linear(128, 10)
 
-    def forward(self, x):
-        """Images (N, 1, 28, 28) to log-probabilities (N, 10), on the device of the weights."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Turn images (N, 1, 28, 28) into log-probabilities (N, 10), where the weights are."""
         x = F.relu(self.conv1(x))
         x = F.max_pool2d(self.conv2(x), 2)
         x = torch.flatten(self.dropout1(x), 1)
@@ -74,21 +78,21 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-def call_method(method, rref, *args, **kwargs):
+def call_method(method: str, rref: rpc.RRef, *args, **kwargs) -> Any:
     """Call a method of the object behind `rref`, on its owner."""
     # Tutorial: passes the function. With its name, a subclass of the server can have its own.
     return getattr(rref.local_value(), method)(*args, **kwargs)
 
 
-def remote_method(method, rref, *args, **kwargs):
+def remote_method(method: str, rref: rpc.RRef, *args, **kwargs) -> Any:
     """Call a method of the object behind `rref` where it lives, and wait for what it returns."""
     return rpc.rpc_sync(rref.owner(), call_method, args=(method, rref, *args), kwargs=kwargs)
 
 
 class ParameterServer(nn.Module):
-    """The network and all that trainers may ask of it; RPC calls it in many threads of rank 0."""
+    """Has the network and all that trainers may ask of it; RPC calls it in many threads."""
 
-    def __init__(self, args):
+    def __init__(self, args: Namespace) -> None:
         super().__init__()
         torch.manual_seed(args.seed)
         self.input_device = device_for(args.device)
@@ -103,45 +107,45 @@ class ParameterServer(nn.Module):
             if "random_numbers" in state:  # checkpoints of earlier versions have none
                 torch.set_rng_state(state["random_numbers"])
 
-    def forward(self, inp):
-        """Images and log-probabilities come and go on the CPU, which is what RPC carries."""
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Turn images into log-probabilities, both on the CPU: RPC carries them."""
         inp = inp.to(self.input_device)
         out = self.model(inp)
         return out.to("cpu")
 
-    def get_dist_gradients(self, cid):
+    def get_dist_gradients(self, cid: int) -> dict[str, torch.Tensor]:
         """Return the gradients in context `cid`, by name: for `--check`."""
         # Tutorial: fetched in every step, and keyed by tensors, of which only copies arrive.
         grads = dist_autograd.get_gradients(cid)
         return {name: grads[param].to("cpu") for name, param in self.model.named_parameters()}
 
-    def get_param_rrefs(self):
+    def get_param_rrefs(self) -> list[rpc.RRef]:
         """Return an RRef for each parameter, for the trainers' optimizers."""
         return [rpc.RRef(param) for param in self.model.parameters()]
 
-    def set_mode(self, training):
+    def set_mode(self, training: bool) -> None:
         """Turn dropout on or off, for all trainers."""
         self.train(training)
 
-    def acquire(self):
+    def acquire(self) -> None:
         """Wait until it is the caller's turn; the thread that waits is one of the server's."""
         self.turn.acquire()
 
-    def release(self):
+    def release(self) -> None:
         """End the caller's turn."""
         self.turn.release()
 
-    def all_gather(self, rank, value):
+    def all_gather(self, rank: int, value: dict | None) -> list[dict | None]:
         """Wait until all trainers have called this; return the values of all, by rank."""
         self.brought[rank] = value
         self.all_are_there.wait()
         return [self.brought[rank] for rank in sorted(self.brought)]
 
-    def get_first_epoch(self):
+    def get_first_epoch(self) -> int:
         """Return with which epoch a training begins: 0, or that of the checkpoint."""
         return self.first_epoch
 
-    def save(self, epochs):
+    def save(self, epochs: int) -> None:
         """Write a checkpoint here, with the state of the random numbers, of which dropout draws."""
         if self.args.checkpoint:
             checkpoint.save(self.args, {"model": self.model.state_dict(), "epochs": epochs,
@@ -152,8 +156,9 @@ param_server = None
 global_lock = threading.Lock()
 
 
-def get_parameter_server(args, server_class=ParameterServer):
-    """Return the one server of this run, on rank 0; who asks first makes it."""
+def get_parameter_server(args: Namespace, server_class: type[ParameterServer] = ParameterServer
+                         ) -> ParameterServer:
+    """Return the one server of this run, on rank 0; the first call makes it."""
     global param_server
     with global_lock:
         if param_server is None:
@@ -161,7 +166,8 @@ def get_parameter_server(args, server_class=ParameterServer):
         return param_server
 
 
-def run_parameter_server(rank, world_size, args, server_class=ParameterServer):
+def run_parameter_server(rank: int, world_size: int, args: Namespace,
+                         server_class: type[ParameterServer] = ParameterServer) -> None:
     """Answer the trainers' calls, on rank 0, until all of them have finished."""
     get_parameter_server(args, server_class)  # with its own flags: the checkpoint is on its machine
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
@@ -170,28 +176,28 @@ def run_parameter_server(rank, world_size, args, server_class=ParameterServer):
 
 
 class TrainerNet(nn.Module):
-    """The network as a trainer sees it: calls go to the server."""
+    """Stands for the network on a trainer: its calls go to the server."""
 
-    def __init__(self, args):
+    def __init__(self, args: Namespace) -> None:
         super().__init__()
         self.param_server_rref = rpc.remote(SERVER_NAME, get_parameter_server, args=(args,))
 
-    def get_global_param_rrefs(self):
+    def get_global_param_rrefs(self) -> list[rpc.RRef]:
         """Return what `DistributedOptimizer` needs."""
         return remote_method("get_param_rrefs", self.param_server_rref)
 
-    def forward(self, x):
-        """Images (N, 1, 28, 28) to log-probabilities (N, 10), on the CPU."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Turn images (N, 1, 28, 28) into log-probabilities (N, 10), on the CPU."""
         return remote_method("forward", self.param_server_rref, x)
 
-    def train(self, mode=True):
+    def train(self, mode: bool = True) -> Self:
         """Set the mode of the network itself."""
         # Tutorial: `model.eval()` reaches this wrapper alone, and dropout stays on in the accuracy.
         remote_method("set_mode", self.param_server_rref, mode)
         return super().train(mode)
 
     @contextlib.contextmanager
-    def turn(self):
+    def turn(self) -> Iterator[None]:
         """Have the server alone, for a forward, its backward and its step."""
         # Tutorial: one trainer's step broke another's backward: "modified by an inplace operation".
         remote_method("acquire", self.param_server_rref)
@@ -200,12 +206,14 @@ class TrainerNet(nn.Module):
 
 
 class SGD(optim.SGD):
-    """SGD in Python: `DistributedOptimizer` does not know the subclass."""
+    """Steps in Python: `DistributedOptimizer` does not know the subclass."""
     # Tutorial: optim.SGD, which is compiled to TorchScript: deprecated, and nothing can look on.
 
 
-def run_training_loop(rank, train_set, test_set, args, net_class=TrainerNet,
-                      optimizer_class=DistributedOptimizer):
+def run_training_loop(
+        rank: int, train_set: TensorDataset, test_set: TensorDataset, args: Namespace,
+        net_class: type[TrainerNet] = TrainerNet,
+        optimizer_class: type[DistributedOptimizer] = DistributedOptimizer) -> dict | None:
     """Train on all epochs, then take the accuracy; the first trainer returns the metrics of all."""
     net = net_class(args)
     param_rrefs = net.get_global_param_rrefs()
@@ -215,7 +223,9 @@ def run_training_loop(rank, train_set, test_set, args, net_class=TrainerNet,
     first_epoch = remote_method("get_first_epoch", server)
     remote_method("all_gather", server, rank, None)  # all begin together
     started, steps = time.time(), []
-    with report.progress(args.epochs, "epoch", first_epoch, show=rank == 1) as bar:
+    role, n_batches = role_name(rank, args.world_size), count_batches(train_set, rank, args)
+    with report.progress(args.epochs * n_batches, "step", first_epoch * n_batches,
+                         show=rank == 1, role=role) as bar:
         for epoch in range(first_epoch, args.epochs):
             steps.append([])  # of this epoch
             for data, target in get_next_batch(train_set, rank, epoch, args):
@@ -226,8 +236,8 @@ def run_training_loop(rank, train_set, test_set, args, net_class=TrainerNet,
                     opt.step(cid)  # of this trainer's gradients alone: they are in its context
                 loss = report.require_finite(loss, f"in epoch {epoch + 1}")
                 steps[-1].append({"loss": loss, "samples": len(target), "time": time.time()})
-            bar.update()
-            log_epoch(role_name(rank, args.world_size), epoch, steps[-1])
+                bar.update()
+            log_epoch(role, epoch, steps[-1])
             if rank == 1:  # the others may be a few batches elsewhere
                 remote_method("save", server, epoch + 1)
     # Tutorial: all take the accuracy, while others step. Waiting for them may last: no timeout.
@@ -238,7 +248,7 @@ def run_training_loop(rank, train_set, test_set, args, net_class=TrainerNet,
     return {"test_accuracy": get_accuracy(test_set, net), "per_trainer": per_trainer}
 
 
-def get_accuracy(test_set, model):
+def get_accuracy(test_set: TensorDataset, model: TrainerNet) -> float:
     """Return the share of the test images that the server's network takes for what they are."""
     model.eval()
     correct_sum = 0
@@ -251,8 +261,11 @@ def get_accuracy(test_set, model):
     return correct_sum / len(labels)
 
 
-def run_worker(rank, world_size, args, server_class=ParameterServer, net_class=TrainerNet,
-               optimizer_class=DistributedOptimizer):
+def run_worker(
+        rank: int, world_size: int, args: Namespace,
+        server_class: type[ParameterServer] = ParameterServer,
+        net_class: type[TrainerNet] = TrainerNet,
+        optimizer_class: type[DistributedOptimizer] = DistributedOptimizer) -> dict | None:
     """Serve on rank 0, train on the others; the first trainer returns the metrics."""
     if rank == 0:
         return run_parameter_server(rank, world_size, args, server_class)
@@ -264,7 +277,7 @@ def run_worker(rank, world_size, args, server_class=ParameterServer, net_class=T
     return metrics
 
 
-def build_parser(example="param_server", description=__doc__):
+def build_parser(example: str = "param_server", description: str = __doc__) -> Parser:
     """Return the parser, with the flags of this example."""
     parser = Parser(example, description, world_size=3, min_world_size=2)
     parser.set_defaults(default_master_addr="localhost")  # as in the tutorial: --rank is enough
@@ -277,8 +290,8 @@ def build_parser(example="param_server", description=__doc__):
     return parser
 
 
-def main(argv=None):
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences in the process that reports, else None."""
     args = build_parser().parse_args(argv)
     require_inputs(args, Net)
     return run_program(run_worker, args, role_name, finish)

@@ -1,6 +1,7 @@
 """What the parameter servers of 6_6 report: the metrics, the pictures, the last line."""
 
 import collections
+from argparse import Namespace
 
 import torch
 from common import picture, report
@@ -22,7 +23,7 @@ STALENESS = {
            "x": "順伝搬からその勾配による更新までに行われた更新の回数（陳腐化）",
            "y": "勾配の数", "trainer": "トレーナー"},
 }
-# What a timeline shows (common/tracing.py): the server computes, the trainers wait for it.
+# What a timeline shows (common/tracing): the server computes, the trainers wait for it.
 SPANS = {
     "param_server.main:Net.forward": ["forward", "backward"],
     "param_server.main:SGD.step": ["step"],
@@ -32,14 +33,14 @@ SPANS = {
 }
 
 
-def log_epoch(role, epoch, steps):
-    """Print the mean loss of a trainer's steps."""
+def log_epoch(role: str, epoch: int, steps: list[dict]) -> None:
+    """Print the mean loss of a trainer's steps in an epoch."""
     mean_loss = sum(step["loss"] for step in steps) / len(steps)
     report.log(role, f"epoch {epoch + 1}  loss {mean_loss:.3f}")
 
 
-def summary(metrics, args):
-    """The metrics of a run.
+def summary(metrics: dict, args: Namespace) -> dict:
+    """Return the metrics of a run, as metrics.json has them.
 
     Args:
         metrics: what the first trainer returns: `test_accuracy`, and for each trainer its rank, the
@@ -76,7 +77,7 @@ def summary(metrics, args):
             "per_trainer": per_trainer}
 
 
-def histogram(counts):
+def histogram(counts: collections.Counter) -> dict:
     """Count gradients by staleness, with mean and largest staleness (None without a step)."""
     n_steps = sum(counts.values())
     mean = sum(age * count for age, count in counts.items()) / n_steps if n_steps else None
@@ -84,8 +85,8 @@ def histogram(counts):
             "mean": mean, "max": max(counts, default=None)}
 
 
-def finish(metrics, args):
-    """Write metrics.json, draw, print the last line; the whole metrics."""
+def finish(metrics: dict, args: Namespace) -> dict:
+    """Write metrics.json, draw, print the last line; return the whole metrics."""
     metrics = {**summary(metrics, args), "wall_s": metrics["wall_s"]}
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot(metrics, args)
@@ -100,13 +101,13 @@ def finish(metrics, args):
     return metrics
 
 
-def in_words(metrics):
+def in_words(metrics: dict) -> str:
     """Name the consistency, with its bound."""
     suffix = f" by {metrics['max_staleness']}" if "max_staleness" in metrics else ""
     return metrics["consistency"] + suffix
 
 
-def plot(metrics, args):
+def plot(metrics: dict, args: Namespace) -> None:
     """Draw `loss.png`: the loss of each trainer over time."""
     for axes, words in picture.in_each_language(
             args.output_dir / "loss.png", WORDS, [metrics], trainers=args.world_size - 1,
@@ -120,7 +121,7 @@ def plot(metrics, args):
         axes.set_ylim(bottom=0)
 
 
-def plot_staleness(metrics, args):
+def plot_staleness(metrics: dict, args: Namespace) -> None:
     """Draw `staleness.png`: how many gradients of each trainer had which staleness."""
     width = 0.8 / len(metrics["per_trainer"])
     for axes, words in picture.in_each_language(
@@ -134,7 +135,7 @@ def plot_staleness(metrics, args):
         axes.set_xlim(-0.6, max(1, metrics["staleness"]["max"]) + 0.6)
 
 
-def smooth(losses):
+def smooth(losses: list[float]) -> torch.Tensor:
     """Return the means of `MEAN_OF` steps in a row; the losses themselves if there are fewer."""
     losses = torch.tensor(losses)
     return losses.unfold(0, MEAN_OF, 1).mean(dim=1) if len(losses) >= MEAN_OF else losses

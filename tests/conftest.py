@@ -6,12 +6,15 @@ import signal
 import socket
 
 import pytest
+import torch
 from common.launcher import start
 
 start.PRELOAD.append("tests.preload")  # once for all tests, not once in each worker
 # Several runs share the cores, and a process that polls its shared memory would take the time of all others.
 # What is started cold (tests/helpers.py) sends as it does for a user.
 os.environ.setdefault("RPC_TRANSPORTS", "uv")
+# More threads would only wait for each other: several test processes share the cores.
+torch.set_num_threads(1)
 # Where a script has started pytest in the background, Ctrl-C would be ignored here and by all that is started.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

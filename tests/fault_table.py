@@ -96,9 +96,9 @@ OF_SEVERAL = {
 
 # What ends nothing: a rank does not come back from a call, and nobody has set a limit to it.
 STANDSTILL = Fault(
-    "nothing moves, and whoever waits does so without a limit (an episode of rpc_rl)",
-    "何も進まず、待つ側に制限時間がない（rpc_rlのエピソード）",
-    r"note: nothing has moved for {timeout} s: .*rank {rank} \({role}\) is at .*\. Waiting goes on; Ctrl-C ends it\.",
+    "nothing moves, or one rank computes for ever, and whoever waits does so without a limit (an episode of rpc_rl)",
+    "何も進まないか、1つのランクだけが計算し続け、待つ側に制限時間がない（rpc_rlのエピソード）",
+    r"note: for {timeout} s, nothing has moved.*: .*rank {rank} \({role}\) is at .*\. Waiting goes on; Ctrl-C ends it\.",
     by_silence=True)
 
 

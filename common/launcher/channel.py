@@ -15,6 +15,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -25,10 +26,10 @@ PIECE = 2**22  # bytes: a TCPStore refuses values of 8 MiB
 
 
 class LostError(Exception):
-    """The store is gone: whoever served it has ended."""
+    """Means that the store is gone: whoever served it has ended."""
 
 
-def open_store(host, port, listener=None):
+def open_store(host: str, port: int, listener: socket.socket | None = None) -> dist.TCPStore:
     """Return a client of the store at an address; with `listener`, also serve it on that socket.
 
     Args:
@@ -48,19 +49,19 @@ def open_store(host, port, listener=None):
     return store
 
 
-def ours(store):
+def ours(store: dist.Store) -> dist.PrefixStore:
     """Return the part of a store that belongs to the launchers, apart from what the ranks put."""
     return dist.PrefixStore("launcher", store)
 
 
-def prepare(store, world_size):
+def prepare(store: dist.Store, world_size: int) -> None:
     """Write every key, empty: to read a key that is not there would mean to wait for it."""
     keys = [f"{who}/{rank}" for who in ("rank", "launcher") for rank in range(world_size)]
     ours(store).multi_set([*keys, "verdict"], [""] * (len(keys) + 1))
 
 
-def write_result(store, rank, result):
-    """Write the dict that a rank returns, in pieces that the store accepts; how many there are."""
+def write_result(store: dist.Store, rank: int, result: dict) -> int:
+    """Write what a rank returns, in pieces that the store accepts; return how many there are."""
     text = json.dumps(result)
     pieces = [text[start:start + PIECE] for start in range(0, len(text), PIECE)]
     for number, piece in enumerate(pieces):
@@ -68,7 +69,7 @@ def write_result(store, rank, result):
     return len(pieces)
 
 
-def read_result(store, rank, pieces):
+def read_result(store: dist.Store, rank: int, pieces: int) -> dict:
     """Return what `write_result` has written.
 
     Raises:
@@ -82,7 +83,7 @@ def read_result(store, rank, pieces):
 
 
 class Board:
-    """What a launcher reads in the store and writes there, never waiting for longer than a beat.
+    """Reads in the store and writes there for a launcher, never waiting for longer than a beat.
 
     A server that is frozen or cut off does not answer, and torch's time-outs do not bound every
     call (`multi_get` waits for ever, seen with 2.13): a thread makes the calls.
@@ -93,7 +94,7 @@ class Board:
         own: the key that this launcher writes; None where it is the only one.
     """
 
-    def __init__(self, store, keys, own=None):
+    def __init__(self, store: dist.Store, keys: Sequence[str], own: str | None = None) -> None:
         self.store, self.keys, self.own = ours(store), keys, own
         self.texts, self.values = {}, dict.fromkeys(keys)  # what was read; what it means
         self.answered = time.monotonic()
@@ -101,7 +102,7 @@ class Board:
         self._asked, self._requests, self._replies = False, queue.SimpleQueue(), queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def _serve(self):
+    def _serve(self) -> None:
         for status in iter(self._requests.get, None):
             try:
                 if self.own is not None:
@@ -110,8 +111,8 @@ class Board:
             except RuntimeError as error:
                 self._replies.put(error)
 
-    def exchange(self, **changes):
-        """Write the own status and read all keys; True unless the store does not answer.
+    def exchange(self, **changes: object) -> bool:
+        """Write the own status and read all keys; return False if the store does not answer.
 
         Args:
             changes: what is new in the own status.
@@ -139,7 +140,7 @@ class Board:
                     self.values[key] = json.loads(text)
         return True
 
-    def take_leave(self, **changes):
+    def take_leave(self, **changes: object) -> None:
         """Write the own status for the last time, also where the store is slow."""
         self.status |= changes
         written, deadline = False, time.monotonic() + 5 * BEAT_S
@@ -147,6 +148,6 @@ class Board:
             asks = not self._asked  # else this is the reply to what was asked before
             written = self.exchange() and asks
 
-    def close(self):
+    def close(self) -> None:
         """End the thread."""
         self._requests.put(None)

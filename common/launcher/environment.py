@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import warnings
+from argparse import Namespace
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -21,8 +23,8 @@ MAIN_PATH = "DISTRIBUTED_TUTORIALS_MAIN"
 ERROR = 2  # of TORCH_CPP_LOG_LEVEL
 
 
-def enter(rank, world_size, local_rank, local_world_size, init_method, master_addr, together,
-          cores):
+def enter(rank: int, world_size: int, local_rank: int, local_world_size: int, init_method: str,
+          master_addr: str | None, together: bool, cores: int) -> None:
     """Bring this process into the state that every worker is in, whoever started it.
 
     Args:
@@ -60,7 +62,7 @@ def enter(rank, world_size, local_rank, local_world_size, init_method, master_ad
     rpc.internal.print = lambda *_, **__: None
 
 
-def rpc_transports(local_world_size, cores, together):
+def rpc_transports(local_world_size: int, cores: int, together: bool) -> str | None:
     """Return TensorPipe's ways to send, for RPC_TRANSPORTS, or None for all.
 
     Shared memory (shm) is the fastest, but a thread polls it all the time. Between polls it lets
@@ -72,15 +74,15 @@ def rpc_transports(local_world_size, cores, together):
     return "uv" if local_world_size > cores and not together else None
 
 
-def reproducible(args):
-    """On a GPU, compute float32 as float32, and the same again: for `--check` and exact resumes."""
+def reproducible(args: Namespace) -> None:
+    """Compute float32 as float32 on a GPU, and always alike: for `--check` and exact resumes."""
     if args.check or getattr(args, "checkpoint", None):
         # True by default: convolutions and LSTMs with 10 bits.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.deterministic = True
 
 
-def users_threads():
+def users_threads() -> int | None:
     """Return OMP_NUM_THREADS if the user has set it, else None: torchrun by itself sets it to 1."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     if not setting.isdecimal() or int(setting) == 0:
@@ -94,7 +96,7 @@ def users_threads():
     return int(setting)
 
 
-def quiet():
+def quiet() -> None:
     """Filter exactly the warnings that torch gives in a normal run of these examples."""
     # init_rpc hands its own gloo Backend to a collective that would rather have a ProcessGroup.
     warnings.filterwarnings("ignore", message=r"You are using a Backend .* as a ProcessGroup")
@@ -110,13 +112,13 @@ def quiet():
     quiet_cpp()
 
 
-def _show_unless_known(show, message, *where, **options):
+def _show_unless_known(show: Callable, message: object, *where, **options) -> None:
     known = "`TorchScript` support for functional optimizers is deprecated"
     if not str(message).startswith(known):
         show(message, *where, **options)
 
 
-def wake_with_parent():
+def wake_with_parent() -> None:
     """Let the system wake this process, if it is frozen, when its parent ends: it then ends, too.
 
     On Linux. (Without these private names, what is frozen would stay when a launcher is killed.)
@@ -128,7 +130,7 @@ def wake_with_parent():
         forkserver._forkserver._forkserver_alive_fd = None
 
 
-def quiet_cpp():
+def quiet_cpp() -> None:
     """Let torch's C++ print errors, and no warnings: who survives would warn of each lost peer.
 
     The same as TORCH_CPP_LOG_LEVEL=ERROR, which has its effect only before torch is imported. That

@@ -37,7 +37,7 @@ util.Finalize(None, exit_now, args=(0,), exitpriority=-1000)
 
 
 @atexit.register
-def remove_socket():
+def remove_socket() -> None:
     """Remove the folder of the server's socket, where the launcher was killed and cannot."""
     for _ in range(100):  # the system closes its end of our pipe a moment before it is gone
         if os.getppid() != launcher:

@@ -4,20 +4,20 @@ import contextlib
 import socket
 
 
-def is_loopback(address):
+def is_loopback(address: str) -> bool:
     """Return whether a master address means this very machine."""
     return address == "localhost" or address.startswith("127.")
 
 
-def address_of(host):
-    """Return the IPv4 address of a name, as text. OSError if there is none."""
+def address_of(host: str) -> str:
+    """Return the IPv4 address of a name, as text; raise OSError if there is none."""
     return "127.0.0.1" if is_loopback(host) else socket.gethostbyname(host)
 
 
-def listen(host, port):
+def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on `host`, a name or address of this machine.
 
-    Where the machine itself takes its name for loopback, as Debian's /etc/hosts says, it listens
+    Where the machine itself takes its name for loopback, as in Debian's /etc/hosts, it listens
     everywhere.
 
     Raises:
@@ -28,7 +28,7 @@ def listen(host, port):
     return socket.create_server(("" if everywhere else address, port), backlog=1024)
 
 
-def interface_towards(host):
+def interface_towards(host: str) -> str | None:
     """Return the network interface from which this machine reaches `host`; None if unknown."""
     import psutil  # here: only runs on several machines need it
 

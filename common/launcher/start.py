@@ -9,6 +9,8 @@ import sys
 import tempfile
 import threading
 import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import (
     connection,
@@ -18,6 +20,9 @@ from multiprocessing import (
     resource_tracker,
     util,
 )
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import NoReturn
 
 import psutil
 import torch.distributed as dist
@@ -34,7 +39,8 @@ LONGEST_TEMPDIR = 70  # bytes: the name of a Unix socket has 107, of which 32 co
 PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo"]
 
 
-def launch(run_worker, args, role_name):
+def launch(run_worker: Callable[[int, int, Namespace], dict | None], args: Namespace,
+           role_name: Callable[[int, int], str]) -> dict | None:
     """Run `run_worker(rank, world_size, args)` in every process of the example.
 
     Args:
@@ -62,8 +68,8 @@ def launch(run_worker, args, role_name):
     return None if result is None else {**result, "wall_s": time.perf_counter() - started}
 
 
-def _start_and_watch(run_worker, args, names):
-    """Start all ranks, or the one of `--rank`; the result of the rank that has one."""
+def _start_and_watch(run_worker: Callable, args: Namespace, names: list[str]) -> dict | None:
+    """Start all ranks, or the one of `--rank`; return the result of the rank that has one."""
     ranks = list(range(args.world_size)) if args.rank is None else [args.rank]
     environment.quiet_cpp()
     with Interruption() as interruption:
@@ -95,17 +101,17 @@ def _start_and_watch(run_worker, args, names):
     return results[0] if results else None
 
 
-def read_results(launcher, store, ranks):
+def read_results(launcher: watch.Launcher, store: dist.Store, ranks: list[int]) -> list[dict]:
     """Return what those of `ranks` have written that have a result."""
     pieces = {rank: launcher.status(rank)["pieces"] for rank in ranks}
     return [channel.read_result(store, rank, count) for rank, count in pieces.items() if count]
 
 
 class CannotStartError(Exception):
-    """Why the processes of a run cannot be started, in words."""
+    """Carries the reason why the processes of a run cannot be started, in words."""
 
 
-def count(ranks):
+def count(ranks: Sequence[int]) -> str:
     """Return "1 process" or "3 processes"."""
     return f"{len(ranks)} process{'es' if len(ranks) != 1 else ''}"
 
@@ -113,7 +119,8 @@ def count(ranks):
 # --- where the ranks and the launchers meet
 
 
-def _meet(args, names, interruption):
+def _meet(args: Namespace, names: list[str],
+          interruption: "Interruption") -> tuple[dist.TCPStore, str, watch.Launcher]:
     """Serve the store of this run, or connect to it.
 
     Returns:
@@ -153,7 +160,8 @@ def _meet(args, names, interruption):
     return store, init_method, watch.Decider(board, names, args.timeout, join_s)
 
 
-def _connect(host, port, seconds, interruption):
+def _connect(host: str, port: int, seconds: float,
+             interruption: "Interruption") -> dist.TCPStore | None:
     """Connect to the store that the launcher of rank 0 serves, or return None in the end.
 
     In a thread: where a port accepts and never answers, torch would wait for ever.
@@ -178,12 +186,13 @@ def _connect(host, port, seconds, interruption):
 
 
 class Processes:
-    """The processes of this machine, from the first fork to the last kill."""
+    """Holds the processes of this machine, from the first fork to the last kill."""
 
-    def __init__(self, args):
+    def __init__(self, args: Namespace) -> None:
         self.args, self.by_rank, self.over = args, {}, threading.Event()
 
-    def start(self, run_worker, ranks, init_method, interruption):
+    def start(self, run_worker: Callable, ranks: list[int], init_method: str,
+              interruption: "Interruption") -> None:
         """Start the processes of `ranks`: none is left behind if one of them cannot be started.
 
         `mp.spawn` starts each process from nothing: each imports torch, which takes seconds. It is
@@ -246,7 +255,7 @@ class Processes:
         if isinstance(started, BaseException):
             raise started
 
-    def stop(self):
+    def stop(self) -> None:
         """End the processes that still run, and remove what they were writing."""
         running = [process for process in self.by_rank.values() if not process.gone()]
         for process in running:
@@ -266,27 +275,27 @@ class Processes:
 
 
 class Process:
-    """A started rank, for `watch.Decider` and `Follower`.
+    """Shows a started rank to `watch.Decider` and `Follower`.
 
     Args:
         rank: which; None if it is only to be stopped.
         process: of multiprocessing.
     """
 
-    def __init__(self, rank, process):
+    def __init__(self, rank: int | None, process: BaseProcess) -> None:
         self.rank, self.process, self.sentinel = rank, process, process.sentinel
         self.handle = None
         with suppress(psutil.NoSuchProcess):
             self.handle = psutil.Process(process.pid)
 
-    def gone(self):
-        """Return whether it has ended, whatever the fork server says."""
+    def gone(self) -> bool:
+        """Return whether it has ended, whatever the fork server reports."""
         try:
             return self.handle is None or self.handle.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
-    def failure(self):
+    def failure(self) -> watch.Failure:
         """Return how it ended."""
         if not self.gone():
             return watch.Failure(None, "the fork server was killed")
@@ -298,8 +307,8 @@ class Process:
                              if status < 0 else watch.exited(status))
 
 
-def start_fork_server(run_worker):
-    """Unless it is there already: a later launch of this Python process costs only the forks."""
+def start_fork_server(run_worker: Callable) -> None:
+    """Start it unless it is there: a later launch of this Python process costs only the forks."""
     config = current_process()._config  # where multiprocessing keeps its temporary folder
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPDIR and "tempdir" not in config:
         # The name of its socket would be too long for the system.
@@ -313,7 +322,7 @@ def start_fork_server(run_worker):
     os.environ.pop(environment.MAIN_PATH, None)
 
 
-def wake_resource_tracker():
+def wake_resource_tracker() -> None:
     """Let it end with this process, if it is frozen. (Without this private name, it stays.)"""
     with suppress(AttributeError, TypeError, ProcessLookupError):
         os.kill(resource_tracker._resource_tracker._pid, signal.SIGCONT)
@@ -322,7 +331,7 @@ def wake_resource_tracker():
 util.Finalize(None, wake_resource_tracker, exitpriority=-100)
 
 
-def end_fork_server():
+def end_fork_server() -> None:
     """Kill the fork server of this process; the next launch starts another one."""
     # Without this private name, one that is frozen could keep a run from ending.
     if pid := getattr(forkserver._forkserver, "_forkserver_pid", None):
@@ -331,19 +340,19 @@ def end_fork_server():
 
 
 class Inherited:
-    """What a forked worker would have from the fork server: environment, and where output goes."""
+    """Brings a forked worker the launcher's environment, and where its output goes."""
 
-    def __getstate__(self):
+    def __getstate__(self) -> tuple[dict[str, str], list]:
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, ValueError, OSError):
                 stream.flush()
         return dict(os.environ), [reduction.DupFd(descriptor) for descriptor in (1, 2)]
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: tuple[dict[str, str], list]) -> None:
         self.environ, self.streams = state
 
-    def take(self):
-        """In the worker."""
+    def take(self) -> None:
+        """Give both to this process, the worker."""
         for descriptor, stream in enumerate(self.streams, start=1):
             duplicate = stream.detach()
             os.dup2(duplicate, descriptor)
@@ -352,7 +361,8 @@ class Inherited:
         os.environ.update(self.environ)
 
 
-def run_rank(index, run_worker, args, ranks, init_method, cores, inherited):
+def run_rank(index: int, run_worker: Callable, args: Namespace, ranks: list[int], init_method: str,
+             cores: int, inherited: Inherited | None) -> NoReturn:
     """Be a started process: run `run_worker`, then write its result or failure into the store."""
     if inherited is not None:
         inherited.take()
@@ -383,7 +393,7 @@ def run_rank(index, run_worker, args, ranks, init_method, cores, inherited):
         worker.exit_now(1)
 
 
-def _place(index, args, ranks):
+def _place(index: int, args: Namespace, ranks: list[int]) -> tuple[int, int]:
     """Return the local rank and the local world size."""
     if args.rank is None:
         return index, len(ranks)
@@ -394,19 +404,19 @@ def _place(index, args, ranks):
 
 
 class Interruption:
-    """Ctrl-C, SIGTERM and SIGHUP as something that can be waited for, in the main thread.
+    """Turns Ctrl-C, SIGTERM and SIGHUP into what the main thread can wait for.
 
     What comes later finds us stopping.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.happened, self.told_to_end, self.handlers = False, False, {}
 
-    def fileno(self):
-        """For `connection.wait`."""
+    def fileno(self) -> int:
+        """Return what `connection.wait` waits for."""
         return self.reader
 
-    def __enter__(self):
+    def __enter__(self) -> "Interruption":
         self.reader, self.writer = os.pipe()
         if threading.current_thread() is threading.main_thread():  # others never hear a signal
             heard = [signum for signum in STOP_SIGNALS  # nohup ignores one
@@ -414,13 +424,13 @@ class Interruption:
             self.handlers = {signum: signal.signal(signum, self._note) for signum in heard}
         return self
 
-    def _note(self, signum, _):
+    def _note(self, signum: int, _: FrameType | None) -> None:
         self.told_to_end |= signum != signal.SIGINT
         if not self.happened:
             self.happened = True
             os.write(self.writer, b"!")
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for signum, handler in self.handlers.items():
             # A second SIGTERM must not kill us on the way out.
             signal.signal(signum, signal.SIG_IGN if self.told_to_end else handler)

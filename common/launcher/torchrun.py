@@ -14,6 +14,8 @@ import threading
 import time
 import traceback
 import warnings
+from argparse import Namespace
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection
 
@@ -25,7 +27,7 @@ from common.launcher.channel import BEAT_S
 _launches = 0
 
 
-def be_one_rank(run_worker, args, names):
+def be_one_rank(run_worker: Callable, args: Namespace, names: list[str]) -> dict | None:
     """Run `run_worker` in this process, watched over; see `common.launcher.launch`."""
     global _launches
     _launches += 1
@@ -54,7 +56,8 @@ def be_one_rank(run_worker, args, names):
     return result
 
 
-def _meet(me, args, one_machine):
+def _meet(me: int, args: Namespace, one_machine: bool,
+          ) -> tuple[tuple[str, int], socket.socket | None, dist.TCPStore | None]:
     """Find the store of the launchers through torchrun's own, which ends with its machine.
 
     Returns:
@@ -90,7 +93,7 @@ _keep = []  # rank 0 may be the one that serves torchrun's store, until the end
 
 
 class Watcher:
-    """In a rank: the process that watches over it, forked from it.
+    """Forks from a rank the process that watches over it, and listens to it.
 
     Args:
         me, args, names: of this rank, the parsed flags, the role of each rank.
@@ -98,7 +101,8 @@ class Watcher:
         address, listener: of `_meet`.
     """
 
-    def __init__(self, me, args, names, neighbours, address, listener):
+    def __init__(self, me: int, args: Namespace, names: list[str], neighbours: range,
+                 address: tuple[str, int], listener: socket.socket | None) -> None:
         self.me, self.args, self.names, self.left = me, args, names, False
         self.parent, self.heartbeat = os.getppid(), None
         self.heard = self.looked = time.monotonic()
@@ -118,7 +122,7 @@ class Watcher:
         if listener is not None:
             listener.close()
 
-    def unwatched(self, seconds):
+    def unwatched(self, seconds: float) -> bool:
         """Wait for so long; return whether torchrun is gone. End the rank if there is a verdict.
 
         The watcher writes "." each second, and "!" when it is known whom to blame.
@@ -144,36 +148,37 @@ class Watcher:
             worker.exit_now(1)
         return os.getppid() != self.parent
 
-    def leave(self):
+    def leave(self) -> None:
         """Let the watcher know that the rank has left; it ends when it is not needed any more."""
         self.left = True
         self.link.shutdown(socket.SHUT_WR)
 
 
 class Parent:
-    """The rank, seen by the process that watches over it; see `watch.Decider.watch`.
+    """Shows the rank to the process that watches over it; see `watch.Launcher.watch`.
 
     Args:
         rank: which.
         link: a socket to it, which is at its end when the rank has ended or left.
     """
 
-    def __init__(self, rank, link):
+    def __init__(self, rank: int, link: socket.socket) -> None:
         self.rank, self.link, self.pid, self.stopping = rank, link, os.getppid(), False
         self.sentinel = link
 
-    def gone(self):
+    def gone(self) -> bool:
         """Return whether it has ended; the sentinel does not fail."""
         return False
 
-    def failure(self):
+    def failure(self) -> watch.Failure:
         """Return how it ended: what torchrun does, it reports itself."""
         if self.stopping:
             return watch.Failure(self.rank, "was stopped", watch.NOTICED)
         return watch.Failure(self.rank, "died; torchrun shows how")
 
 
-def watch_over(parent, args, names, neighbours, address, listener):
+def watch_over(parent: Parent, args: Namespace, names: list[str], neighbours: range,
+               address: tuple[str, int], listener: socket.socket | None) -> None:
     """Be the process that watches over a rank."""
     def stop(*_):
         parent.stopping = True

@@ -17,11 +17,12 @@ import json
 import linecache
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from common.launcher.channel import BEAT_S, LostError
+from common.launcher.channel import BEAT_S, Board, LostError
 
 ROOT = Path(__file__).resolve().parents[2]  # of this repository
 GRACE_S = 4.0  # how long to look for the rank to blame, when others have only noticed its end
@@ -32,7 +33,7 @@ CAUSE, SILENCE, WAITED, NOTICED = range(4)  # kinds of failures, the most tellin
 
 
 class Failure(NamedTuple):
-    """What is known of a failed rank: `what` completes the sentence "rank 2 (observer2) ..."."""
+    """Describes a failed rank: `what` completes the sentence "rank 2 (observer2) ..."."""
 
     rank: int | None  # None: no rank is at fault, and `what` is the whole sentence
     what: str
@@ -40,22 +41,34 @@ class Failure(NamedTuple):
     traceback: str = ""
 
 
-def exited(status):
-    """Return how a process ended that did not say that it was leaving."""
+class Watched(Protocol):
+    """Shows the process of a rank to its launcher: `start.Process`, or `torchrun.Parent`."""
+
+    sentinel: object  # becomes ready when it has ended
+
+    def gone(self) -> bool:
+        """Return whether it has ended, where the sentinel fails."""
+
+    def failure(self) -> Failure:
+        """Return how it ended, if it has not written why."""
+
+
+def exited(status: int) -> str:
+    """Return how a process ended that did not report that it was leaving."""
     return f"exited with status {status}" + ("" if status else " before its work was done")
 
 
-def silent(rank, seconds):
+def silent(rank: int, seconds: float) -> Failure:
     """Return the failure of a rank whose process lives and does nothing."""
     return Failure(rank, f"has not answered for {seconds:.0f} s", SILENCE)
 
 
-def unreachable(rank, seconds):
+def unreachable(rank: int, seconds: float) -> Failure:
     """Return the failure of a rank of which nothing is heard, nor of its launcher."""
     return Failure(rank, f"cannot be reached: no sign of life for {seconds:.0f} s", SILENCE)
 
 
-def described(at):
+def described(at: str | None) -> str:
     """Return " at train.py:88, `dist.all_reduce(...)`", or "" if `at` is None."""
     if at is None:
         return ""
@@ -64,7 +77,7 @@ def described(at):
     return f" at {at}" + (f", `{code}`" if code else "")
 
 
-def report(failure, names, stopped=0):
+def report(failure: Failure, names: Sequence[str], stopped: int = 0) -> None:
     """Print the traceback of a failure, if there is one, and its one line."""
     others = f"; stopped {stopped} other process{'es' if stopped > 1 else ''}" if stopped else ""
     who = "" if failure.rank is None else f"rank {failure.rank} ({names[failure.rank]}) "
@@ -74,59 +87,58 @@ def report(failure, names, stopped=0):
 
 
 class Heard:
-    """When each writer was last heard, by our own clock: neither another one's matters, nor a date.
+    """Keeps when each writer was last heard, by our own clock: no other one matters, nor a date.
 
     Args:
         writers: their keys in the store.
     """
 
-    def __init__(self, writers):
+    def __init__(self, writers: Iterable[str]) -> None:
         self.texts, self.gaps = {}, {}  # what was read last; silences that are over: (seconds, end)
         self.at = dict.fromkeys(writers, time.monotonic() + START_S)
 
-    def note(self, writer, text):
+    def note(self, writer: str, text: bytes | None) -> None:
         """Take in what a writer has in the store now."""
         if text and text != self.texts.get(writer):
             if (gap := self.age(writer)) > SUSPECT_S:
                 self.gaps[writer] = gap, time.monotonic()
             self.texts[writer], self.at[writer] = text, time.monotonic()
 
-    def age(self, writer):
+    def age(self, writer: str) -> float:
         """Return the seconds of silence; negative until one that starts has had its time."""
         return time.monotonic() - self.at[writer]
 
-    def forgive(self):
+    def forgive(self) -> None:
         """Begin anew, after this process itself was stopped."""
         self.at = {writer: max(at, time.monotonic()) for writer, at in self.at.items()}
 
 
 class Launcher:
-    """What all launchers do; `Decider` and `Follower` differ in how they come to a verdict.
+    """Watches, as all launchers do; `Decider` and `Follower` differ in how they find a verdict.
 
     Args:
-        board: `channel.Board`.
+        board: reads the ranks, and whoever else matters to this launcher.
         rank: the first rank of this launcher.
         timeout: seconds that anybody may be silent.
     """
 
-    def __init__(self, board, rank, timeout):
+    def __init__(self, board: Board, rank: int, timeout: float) -> None:
         self.board, self.rank, self.timeout = board, rank, timeout
         self.heard, self.limit_s = Heard(board.keys), max(timeout, SUSPECT_S)
         self.failures, self.since = {}, None  # what is known, in order; since the first of it
         self.away = 0.0, -float("inf")  # how long this process was stopped, and until when
 
-    def status(self, rank, who="rank"):
+    def status(self, rank: int, who: str = "rank") -> dict:
         """Return what a rank, or its launcher, has written, as a dict."""
         value = self.board.values.get(f"{who}/{rank}")
         return value if isinstance(value, dict) else {}
 
-    def watch(self, here, interruption=None):
+    def watch(self, here: Mapping[int, Watched],
+              interruption: object | None = None) -> Failure | None:
         """Wait until all is over.
 
         Args:
-            here: `{rank: process}` of the ranks of this launcher: its `sentinel` becomes ready
-                when it has ended; `gone()` finds out where that fails; `failure()` is how it ended
-                if it has not written why.
+            here: `{rank: process}` of the ranks of this launcher.
             interruption: what becomes ready on Ctrl-C.
 
         Returns:
@@ -157,7 +169,7 @@ class Launcher:
                 return verdict
         return None
 
-    def listen(self):
+    def listen(self) -> None:
         """Write the own status, and take in what the others have written since the last time."""
         self.board.exchange()
         for key in self.board.keys:
@@ -169,28 +181,28 @@ class Launcher:
 
 
 class Follower(Launcher):
-    """The launcher of another rank than 0: it writes how its rank is, and reads the verdict."""
+    """Watches another rank than 0: writes how it is, and reads the verdict."""
 
-    def __init__(self, board, rank, timeout):
+    def __init__(self, board: Board, rank: int, timeout: float) -> None:
         super().__init__(board, rank, timeout)
         with contextlib.suppress(LostError):
             board.exchange()  # from now on, this rank has joined
 
-    def needed(self):
+    def needed(self) -> bool:
         """Return False: it ends with its rank."""
         return False
 
-    def listen(self):
+    def listen(self) -> None:
         """Let the launcher of rank 0 know, too, what it cannot know from the rank itself."""
         self.board.status["failure"] = self.failures.get(f"end of {self.rank}")
         super().listen()
 
-    def of_lost_store(self):
+    def of_lost_store(self) -> Failure:
         """Return the failure to blame when the store is gone: one of its own comes first."""
         gone = Failure(0, "ended: its launcher is gone")
         return min([*self.failures.values(), gone], key=lambda failure: failure.kind)
 
-    def verdict(self):
+    def verdict(self) -> Failure | None:
         """Return what rank 0 has decided, or what is known here if it does not answer."""
         if verdict := self.board.values["verdict"]:
             return Failure(*verdict)
@@ -200,7 +212,7 @@ class Follower(Launcher):
         patient = self.since is None or time.monotonic() - self.since < GRACE_S + 3 * BEAT_S
         return None if patient else next(iter(self.failures.values()))
 
-    def close(self, verdict):
+    def close(self, verdict: Failure | None) -> None:
         """Write that this launcher has ended, and why if it was its own rank."""
         own = verdict if verdict is not None and verdict.rank == self.rank else None
         with contextlib.suppress(LostError):
@@ -208,7 +220,7 @@ class Follower(Launcher):
 
 
 class Decider(Launcher):
-    """The launcher of rank 0: it hears all ranks and all other launchers, and decides.
+    """Watches rank 0, hears all ranks and all other launchers, and decides.
 
     Args:
         board: that reads every rank, and every other launcher if there are any.
@@ -217,7 +229,8 @@ class Decider(Launcher):
         join_s: seconds within which the other launchers must have come; None without any.
     """
 
-    def __init__(self, board, names, timeout, join_s=None):
+    def __init__(self, board: Board, names: Sequence[str], timeout: float,
+                 join_s: float | None = None) -> None:
         super().__init__(board, 0, timeout)
         self.names, self.ranks = names, range(len(names))
         self.followers = range(1, len(names) if join_s else 1)
@@ -226,15 +239,15 @@ class Decider(Launcher):
         # What moves in each rank, and since when it stands.
         self.moved, self.noted = dict.fromkeys(self.ranks, (None, time.monotonic())), False
 
-    def needed(self):
+    def needed(self) -> bool:
         """Return whether others need the store, and somebody who decides."""
         return not all(self.status(rank, "launcher").get("left") for rank in self.followers)
 
-    def of_lost_store(self):
+    def of_lost_store(self) -> Failure:
         """Return the failure to blame when the store is gone, which this very process serves."""
         return Failure(None, "the store of this run has ended")
 
-    def silent(self, seconds):
+    def silent(self, seconds: float) -> list[Failure]:
         """Return the failures of those that have been silent for so long, or have not come."""
         found = []
         for rank in self.ranks:
@@ -256,7 +269,7 @@ class Decider(Launcher):
                                                f"for {of_launcher:.0f} s", SILENCE))
         return found
 
-    def verdict(self):
+    def verdict(self) -> Failure | None:
         """Return the failure to blame, as soon as it is known."""
         self.note_standstill()
         found = [*self.failures.values(), *self.silent(self.limit_s)]
@@ -280,27 +293,27 @@ class Decider(Launcher):
                 f"and --timeout is {self.timeout:g} s"))
         return self.with_the_others(blamed) if blamed.kind == WAITED else blamed
 
-    def were_silent(self):
+    def were_silent(self) -> list[Failure]:
         """Return the failures of ranks whose silence has just ended: others have waited for it."""
         now = time.monotonic()
         return [Failure(rank, f"did not answer for {gap:.0f} s", SILENCE) for rank in self.ranks
                 for gap, end in [self.heard.gaps.get(f"rank/{rank}", (0, 0))]
                 if gap > max(SUSPECT_S, self.timeout / 2) and now - end < self.timeout]
 
-    def with_the_others(self, blamed):
+    def with_the_others(self, blamed: Failure) -> Failure:
         """Return the failure of a rank that only waits, with where those are that did not come."""
         others = [rank for rank in self.ranks
                   if rank != blamed.rank and not self.status(rank).get("left")]
         others.sort(key=lambda rank: bool(self.status(rank).get("failure")))  # who has one, waited
         return blamed._replace(what="; ".join([blamed.what, *map(self.place, others[:3])]))
 
-    def place(self, rank):
+    def place(self, rank: int) -> str:
         """Return where a rank is, in words."""
         at = described(self.status(rank).get("at")) or " outside of these scripts"
         return f"rank {rank} ({self.names[rank]}) is{at}"
 
-    def note_standstill(self):
-        """Print once, if nothing has moved for `--timeout` though every rank lives.
+    def note_standstill(self) -> None:
+        """Print once, if for `--timeout` nothing has moved, or only one of several ranks.
 
         RPC waits for ever where a program tells it to, for example for an episode.
         """
@@ -308,16 +321,19 @@ class Decider(Launcher):
         for rank in running:
             if (moved := self.status(rank).get("moved")) != self.moved[rank][0]:
                 self.moved[rank] = moved, time.monotonic()
-        moved = max((self.moved[rank][1] for rank in running), default=time.monotonic())
+        limit = time.monotonic() - self.timeout - GRACE_S
+        moving = [rank for rank in running if self.moved[rank][1] > limit]
+        alone = bool(moving) and len(running) == 1  # it computes, and nobody waits for it
         alive = all(0 <= self.heard.age(f"rank/{rank}") < SUSPECT_S for rank in running)
-        if self.noted or not alive or time.monotonic() - moved < self.timeout + GRACE_S:
+        if self.noted or not running or not alive or len(moving) > 1 or alone:
             return
         self.noted = True
-        print(f"note: nothing has moved for {self.timeout:g} s: "
-              f"{'; '.join(map(self.place, running[:4]))}. Waiting goes on; Ctrl-C ends it.",
-              file=sys.stderr, flush=True)
+        who = f" but rank {moving[0]} ({self.names[moving[0]]})" if moving else ""
+        places = [self.place(rank) for rank in sorted(running, key=lambda rank: rank not in moving)]
+        print(f"note: for {self.timeout:g} s, nothing has moved{who}: {'; '.join(places[:4])}. "
+              "Waiting goes on; Ctrl-C ends it.", file=sys.stderr, flush=True)
 
-    def close(self, verdict):
+    def close(self, verdict: Failure | None) -> None:
         """Tell the others whom to blame, and serve the store until they know."""
         if not self.followers or verdict is None:
             return

@@ -9,10 +9,15 @@ import sys
 import threading
 import time
 import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
+import torch.distributed as dist
 from common.launcher import watch
 from common.launcher.channel import BEAT_S, ours
 from common.launcher.watch import ROOT
@@ -34,7 +39,7 @@ PLACE = re.compile(r'File "(.+?)", line (\d+)')  # in a traceback
 
 
 class Heartbeat(threading.Thread):
-    """Write every second that this rank lives, and where it is; end it when nobody watches it.
+    """Writes every second that this rank lives, and where it is; ends it when nobody watches it.
 
     Args:
         rank: of this process.
@@ -44,19 +49,20 @@ class Heartbeat(threading.Thread):
         args: the parsed flags.
     """
 
-    def __init__(self, rank, store, unwatched, args):
+    def __init__(self, rank: int, store: dist.Store, unwatched: Callable[[float], bool],
+                 args: Namespace) -> None:
         super().__init__(daemon=True)
         self.rank, self.store, self.unwatched, self.args = rank, ours(store), unwatched, args
         self.status = {"beat": 0, "failure": None, "left": False, "pieces": 0}
         self.lock, self.calls = threading.Lock(), 0  # calls: those of other ranks, over RPC
 
-    def write(self, **changes):
+    def write(self, **changes: object) -> None:
         """Write how this rank is, with `changes` in it. Without a store, nobody reads it."""
         with self.lock, suppress(RuntimeError):
             self.status |= {"beat": self.status["beat"] + 1, **changes}
             self.store.set(f"rank/{self.rank}", json.dumps(self.status))
 
-    def run(self):
+    def run(self) -> None:
         """Beat until the end."""
         while True:
             self.write(at=position(), moved=[self.calls, *movement()])
@@ -65,17 +71,17 @@ class Heartbeat(threading.Thread):
                 remove_leftovers([os.getpid()], self.args)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def fail(self, error):
+    def fail(self, error: BaseException) -> None:
         """Report that this rank ends by an exception."""
         self.write(failure=failure_of(self.rank, error, self.args.timeout))
         self._sent()
 
-    def leave(self, pieces=0):
+    def leave(self, pieces: int = 0) -> None:
         """Report that this rank has done its work; `pieces` of a result are in the store."""
         self.write(left=True, pieces=pieces)
         self._sent()
 
-    def _sent(self):
+    def _sent(self) -> None:
         """Return when the store has got what was written, or does not answer."""
         def check():
             with suppress(RuntimeError):
@@ -86,7 +92,7 @@ class Heartbeat(threading.Thread):
         answered.join(watch.GRACE_S)
 
 
-def innermost(frames):
+def innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     """Return the first line of this repository among frames, "rpc_rl/main.py:88", or None.
 
     Args:
@@ -98,18 +104,28 @@ def innermost(frames):
     return None
 
 
-def is_ours(path):
+def is_ours(path: str) -> bool:
     """Return whether a file is one of this repository's, and none of the launcher's."""
     return path.startswith(f"{ROOT}/") and not path.startswith(OWN) and "site-packages" not in path
 
 
-def position():
-    """Return where the main thread is, like `innermost`."""
+def position() -> str | None:
+    """Return where this rank is, like `innermost`.
+
+    That is where its main thread is; or, if that waits in `rpc.shutdown` until all are done, where
+    a call of another rank is.
+    """
     # CPython's, as in faulthandler; without it, messages would not tell where a rank waits.
-    return innermost(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident]))
+    frames = {thread: list(traceback.walk_stack(frame))
+              for thread, frame in sys._current_frames().items()}
+    main = frames.pop(threading.main_thread().ident)
+    calls = [frames[thread] for thread in frames if thread != threading.get_ident()]
+    waits = any(frame.f_code.co_name == "shutdown" for frame, _ in main)
+    found = [innermost(thread) for thread in ([*calls, main] if waits else [main])]
+    return next(filter(None, found), None)
 
 
-def movement():
+def movement() -> list[int]:
     """Return a list that stays the same as long as no Python thread of this process moves.
 
     It is the CPU time of the main thread, and where the others are: a call that spans a training
@@ -124,12 +140,12 @@ def movement():
     return [time.clock_gettime_ns(time.pthread_getcpuclockid(main)), hash(tuple(places))]
 
 
-def unwatched_by(launcher):
+def unwatched_by(launcher: int) -> Callable[[float], bool]:
     """Return the `unwatched` of a rank whose launcher is a process with this sentinel."""
     return lambda seconds: bool(connection.wait([launcher], seconds))
 
 
-def watch_calls(heartbeat):
+def watch_calls(heartbeat: Heartbeat) -> None:
     """Count the calls of other ranks, and let `sys.exit()` in one of them end this rank.
 
     RPC takes an Exception to the caller with the name of the worker, but SystemExit and
@@ -150,7 +166,7 @@ def watch_calls(heartbeat):
         rpc.internal._run_function = run
 
 
-def exit_now(status):
+def exit_now(status: int) -> NoReturn:
     """End this process at once.
 
     Not by sys.exit: taking torch apart costs more than a second, and a live RPC agent may wait for
@@ -162,7 +178,7 @@ def exit_now(status):
     os._exit(status)
 
 
-def remove_leftovers(pids, args):
+def remove_leftovers(pids: Sequence[int], args: Namespace) -> None:
     """Remove what ranks were writing when they were killed.
 
     `report.replacing` puts the id of its process into the name.
@@ -174,7 +190,7 @@ def remove_leftovers(pids, args):
                 leftover.unlink(missing_ok=True)
 
 
-def failure_of(rank, error, timeout):
+def failure_of(rank: int, error: BaseException, timeout: float) -> watch.Failure:
     """Return the `watch.Failure` that an exception in `rank` means.
 
     Its own, that of the worker where an RPC raised, or only a notice of another one's.
@@ -211,7 +227,7 @@ def failure_of(rank, error, timeout):
     return watch.Failure(rank, f"raised {kind}", watch.NOTICED, whole)
 
 
-def origin_of(message):
+def origin_of(message: str) -> re.Match | None:
     """Return the match of ORIGIN that is the last one: where what came over RPC was raised."""
     start = len(message)
     while (start := message.rfind("On WorkerInfo(", 0, start)) >= 0:
@@ -220,14 +236,14 @@ def origin_of(message):
     return None
 
 
-def shortened(text):
+def shortened(text: str) -> str:
     """Return a text without its middle, if it is too long to be sent."""
     if len(text) <= LONGEST:
         return text
     return f"{text[:LONGEST // 2]}\n[...]\n{text[-LONGEST // 2:]}"
 
 
-def _nobody_reads():
+def _nobody_reads() -> bool:
     """Return whether the standard output is a pipe without a reader."""
     poll = select.poll()
     poll.register(1, 0)

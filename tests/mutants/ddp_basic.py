@@ -5,6 +5,9 @@ from tests.mutants import Mutant
 MAIN, DATA = "ddp_basic/main.py", "ddp_basic/data.py"
 LOOP = "    for step in range(1, args.steps + 1):\n"
 MUTANTS = [
+    Mutant("the checkpoint is never loaded", MAIN,
+           "        loaded_model.load_state_dict(torch.load(path[0], map_location=device, weights_only=True))\n"[4:],
+           "", check="checkpoint, weights"),
     Mutant("zero_grad forgotten", MAIN,
            LOOP + "        optimizer.zero_grad()\n", LOOP, check="basic, gradients"),
     Mutant("the bare model is called, not DDP", MAIN,
@@ -14,9 +17,6 @@ MUTANTS = [
     Mutant("all ranks have the same samples", DATA, "1000 * args.seed + 1 + rank", "1000 * args.seed + 1",
            check="samples", program=MAIN),
     Mutant("step forgotten", MAIN, "        optimizer.step()\n    return", "    return", check="basic, (weights|gradients|losses)"),
-    Mutant("the checkpoint is never loaded", MAIN,
-           "        loaded_model.load_state_dict(torch.load(path[0], map_location=device, weights_only=True))\n"[4:],
-           "", check="checkpoint, weights"),
     Mutant("only rank 0 loads", MAIN, "    loaded_model.load_state_dict(",
            "    if rank == 0:\n        loaded_model.load_state_dict(", check="checkpoint, weights"),
     Mutant("the barrier after writing is forgotten", MAIN,

@@ -6,6 +6,9 @@ MAIN = {"file": "ddp_rpc_hybrid/main.py", "program": "ddp_rpc_hybrid/main.py"}
 RESULTS = {"file": "ddp_rpc_hybrid/results.py", "program": "ddp_rpc_hybrid/main.py"}
 
 MUTANTS = [
+    Mutant("a plain optimizer", **MAIN, check="dense part, weights after each step",
+           old="                opt.step(context_id)\n",
+           new="                optim.SGD(model.parameters(), lr=args.lr).step()\n"),
     Mutant("all trainers read the same batches", **MAIN, check="data, indices",
            old="1000 * epoch + rank  # other", new="1000 * epoch  # other"),
     Mutant("the same batches in every epoch", **MAIN, check="data, indices",
@@ -18,9 +21,6 @@ MUTANTS = [
            new="teacher.target(indices, (offsets - 1).clamp(min=0))"),
     Mutant("replicas without DDP", **MAIN, check="dense part, weights after each step",
            old='DDP(fc, device_ids=[device] if device.type == "cuda" else None)', new="fc"),
-    Mutant("a plain optimizer", **MAIN, check="dense part, weights after each step",
-           old="                opt.step(context_id)\n",
-           new="                optim.SGD(model.parameters(), lr=args.lr).step()\n"),
     Mutant("optim.SGD, whose steps overlap", **MAIN, check="updates of the table, arrived once",
            old="DistributedOptimizer(SGD, ", new="DistributedOptimizer(optim.SGD, "),
     Mutant("the optimizer does not know the table", **MAIN, check="lockstep, table after each step",

@@ -13,12 +13,12 @@ def mutant(name, old, new, check, file=MAIN):
 
 
 MUTANTS = [
+    mutant("a plain optimizer, which finds no gradients", "opt.step(context_id)\n",
+           "torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1).step()\n", "weights"),
     mutant("split size for split number", "xs.tensor_split(self.num_split)",
            "xs.split(self.num_split)", "micro-batches"),
     mutant("micro-batches joined in the wrong order", "torch.cat(wait_all(out_futures))",
            "torch.cat(wait_all(out_futures)[::-1])", "outputs"),
-    mutant("a plain optimizer, which finds no gradients", "opt.step(context_id)\n",
-           "torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1).step()\n", "weights"),
     mutant("parameters of one shard only",
            "for rref in (self.p1_rref, self.p2_rref)\n",
            "for rref in (self.p2_rref,)\n", "weights"),

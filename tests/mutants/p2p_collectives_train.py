@@ -7,6 +7,8 @@ FLAT, DDP = "p2p_collectives/train_flat.py", "p2p_collectives/train_ddp.py"
 CLIP = "    nn.utils.clip_grad_norm_(model.parameters(), LONGEST_GRADIENT)\n"
 COMMENT = "    # After the average: clipped pieces would not add up to the whole batch's gradient.\n"
 MUTANTS = [
+    Mutant("pieces weigh the same", MAIN, "        param.grad *= share", "        param.grad /= dist.get_world_size()",
+           check="gradients"),
     Mutant("clip before the average", MAIN, "    average_gradients(model, share)\n" + COMMENT + CLIP,
            CLIP + "    average_gradients(model, share)\n", check="gradients|weights"),
     Mutant("clip forgotten", MAIN, CLIP, "", check="gradients"),
@@ -18,8 +20,6 @@ MUTANTS = [
            "        dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)  # left out in one printing of it\n",
            "    dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)\n", check="gradients|error"),
     Mutant("the sum for the mean", MAIN, "        param.grad *= share", "        param.grad *= 1", check="gradients"),
-    Mutant("pieces weigh the same", MAIN, "        param.grad *= share", "        param.grad /= dist.get_world_size()",
-           check="gradients"),
     Mutant("pieces weigh the same in DDP", DDP, "(loss * share * dist.get_world_size()).backward()", "loss.backward()",
            check="gradients"),
     Mutant("all ranks train on the first part", MAIN, "partitioner.use(dist.get_rank())", "partitioner.use(0)",

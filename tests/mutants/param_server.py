@@ -13,14 +13,14 @@ def mutant(name, file, old, new, check, flags=(), program=None):
 
 
 MUTANTS = [
+    mutant("the tutorial's optimizer, compiled, takes no lock", ASYNC,
+           "super().__init__(AsyncSGD, params_rref, trainer=rpc.get_worker_info().id, **defaults)",
+           "super().__init__(torch.optim.SGD, params_rref, **defaults)", check="updates"),
     mutant("every step is made twice", MAIN,
            "                    opt.step(cid)  #", "                    opt.step(cid)\n                    opt.step(cid)  #",
            check="updates"),
     mutant("the step of the smaller batch is forgotten", MAIN,
            "opt.step(cid)  #", "len(data) < args.batch_size or opt.step(cid)  #", check="updates"),
-    mutant("the tutorial's optimizer, compiled, takes no lock", ASYNC,
-           "super().__init__(AsyncSGD, params_rref, trainer=rpc.get_worker_info().id, **defaults)",
-           "super().__init__(torch.optim.SGD, params_rref, **defaults)", check="updates"),
     mutant("the gradients of two backward passes in a context", MAIN,
            "                    dist_autograd.backward(cid, [loss])\n",
            "                    dist_autograd.backward(cid, [loss], retain_graph=True)\n"

@@ -20,6 +20,8 @@ def mutant(name, file, old, new, check, program=FLAT):
 
 
 MUTANTS = [
+    mutant("the tutorial's statistics", MAIN,
+           "                buffer.copy_(mean)\n", "                pass\n", "statistics"),
     mutant("the server's zero_grad forgotten", MAIN,
            "            for total in self.sums:\n                total.zero_()\n", "", "gradients"),
     mutant("the server's gradients are dropped, the statistics stay", MAIN,
@@ -43,8 +45,6 @@ MUTANTS = [
     mutant("the gradient is added twice", MAIN,
            "                total += g\n", "                total += g\n                total += g\n",
            "gradients"),
-    mutant("the tutorial's statistics", MAIN,
-           "                buffer.copy_(mean)\n", "                pass\n", "statistics"),
     mutant("no statistics from the trainers", FLAT,
            "        self.gradient[self.n_params :] = self.weights[self.n_params :]\n", "", "statistics"),
     mutant("the weights of the beginning for ever", MAIN,

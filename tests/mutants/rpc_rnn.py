@@ -9,6 +9,9 @@ RESULTS = {"file": "rpc_rnn/results.py", "program": "rpc_rnn/main.py"}
 PREFETCH = {"file": "rpc_rnn/prefetch.py", "program": "rpc_rnn/prefetch.py"}
 
 MUTANTS = [
+    Mutant("a plain optimizer", **MAIN, check="weights after each step, LSTM",
+           old="                opt.step(context_id)\n",
+           new="                torch.optim.SGD(model.parameters(), lr=args.lr).step()\n"),
     Mutant("state not carried over", **MAIN, check="training, state carried over",
            old="                output, hidden = model(data, hidden)\n",
            new="                output, _ = model(data, hidden)\n"),
@@ -17,9 +20,6 @@ MUTANTS = [
            new="hidden = hidden if epoch else model.init_hidden(args.batch_size)\n"),
     Mutant("state not detached", **MAIN, check="error|without history",
            old="hidden = (hidden[0].detach(), hidden[1].detach())", new="hidden = (hidden[0], hidden[1])"),
-    Mutant("a plain optimizer", **MAIN, check="weights after each step, LSTM",
-           old="                opt.step(context_id)\n",
-           new="                torch.optim.SGD(model.parameters(), lr=args.lr).step()\n"),
     Mutant("optimizer does not know the decoder", **MAIN, check="weights after each step, decoder",
            old="        remote_params.extend(self.decoder_rref.rpc_sync().parameter_rrefs())\n", new=""),
     Mutant("optimizer made anew in each epoch", **MAIN, check="weights after each step",

@@ -7,9 +7,15 @@ import ast
 import functools
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common import picture, report
-from common.timeline import KINDS, OTHER, ROOT, idle_share, within
+from common.tracing.timeline import KINDS, OTHER, ROOT, idle_share, within
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Window = tuple[float, float]  # start and end, in seconds
 
 IDLE = "0.9"  # the grey of nothing
 WORDS = {
@@ -20,7 +26,9 @@ WORDS = {
 }
 
 
-def save(spans_by_role, output_dir, title, windows=None, machine=None):
+def save(spans_by_role: dict[str, list[dict]], output_dir: Path, title: str | dict[str, str],
+         windows: dict[str, Window] | None = None,
+         machine: dict | None = None) -> dict[str, dict[str, float]]:
     """Write `timeline.html`, `timeline.json` (for https://ui.perfetto.dev) and `timeline.png`.
 
     Args:
@@ -48,8 +56,8 @@ def save(spans_by_role, output_dir, title, windows=None, machine=None):
             for caption, window in windows.items()}
 
 
-def _trace_events(spans_by_role):
-    """The spans in Chrome's trace event format: times in microseconds, rows as threads."""
+def _trace_events(spans_by_role: dict[str, list[dict]]) -> list[dict]:
+    """Return the spans in Chrome's trace event format: times in microseconds, rows as threads."""
     events = []
     for pid, (role, spans) in enumerate(spans_by_role.items()):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": role}})
@@ -70,8 +78,8 @@ def _trace_events(spans_by_role):
     return events
 
 
-def _rows(spans):
-    """For each span, in order of their start, the first row in which nothing else is then open."""
+def _rows(spans: list[dict]) -> list[int]:
+    """Give each span, in order of their start, the first row in which nothing else is then open."""
     rows, ends = [], []
     for span in spans:
         row = next((row for row, end in enumerate(ends) if end <= span["start"]), len(ends))
@@ -81,8 +89,8 @@ def _rows(spans):
 
 
 @functools.cache
-def _cells():
-    """`{"rpc_rl/main.py::Policy.forward": ["6_5", 6, heading]}`, of docs/walk."""
+def _cells() -> dict[str, list]:
+    """Read `{"rpc_rl/main.py::Policy.forward": ["6_5", 6, heading]}` out of docs/walk."""
     cells = {}
     for walk in sorted((ROOT / "docs" / "walk").glob("*.json")):
         chapter, heading = "_".join(walk.stem.split("_")[:2]), ""
@@ -94,15 +102,15 @@ def _cells():
 
 
 @functools.cache
-def _bases(path):
-    """`{"FastAgent": ["Agent"]}`: the classes of a file, and what they are subclasses of."""
+def _bases(path: str) -> dict[str, list[str]]:
+    """Return the classes of a file, and what they are subclasses of: `{"FastAgent": ["Agent"]}`."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     return {node.name: [ast.unparse(base).split(".")[-1] for base in node.bases]
             for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def cell_of(where):
-    """The tutorial's cell of a span: that of its function, or of the first caller that has one.
+def cell_of(where: list[list]) -> list | None:
+    """Find the tutorial's cell of a span: that of its function, or of the first caller with one.
 
     A method of a subclass belongs to the cell of the method in its place there.
 
@@ -122,7 +130,7 @@ def cell_of(where):
     return None
 
 
-def _write_page(events, title, windows, path):
+def _write_page(events: list[dict], title: str, windows: dict[str, Window], path: Path) -> None:
     """Put the trace into `timeline.html`: one page, which asks for nothing else."""
     begin = min(event["ts"] for event in events if event["ph"] == "X")
     lanes = [event["args"]["name"] for event in events if event["ph"] == "M"]
@@ -149,7 +157,8 @@ def _write_page(events, title, windows, path):
         temporary.write_text(page.replace("{{DATA}}", data.replace("</", "<\\/")), encoding="utf-8")
 
 
-def _draw(spans_by_role, titles, windows, path, machine):
+def _draw(spans_by_role: dict[str, list[dict]], titles: dict[str, str], windows: dict[str, Window],
+          path: Path, machine: dict | None) -> None:
     """Draw a lane for each process, and the windows below each other."""
     longest = max(end - start for start, end in windows.values())
     unit, scale = ("s", 1) if longest >= 1 else ("ms", 1000)
@@ -182,14 +191,14 @@ def _draw(spans_by_role, titles, windows, path, machine):
         axes.grid(visible=False, axis="y")
 
 
-def bar(kind):
-    """How matplotlib draws the bars of a kind."""
+def bar(kind: str) -> dict:
+    """Return how matplotlib draws the bars of a kind."""
     look = KINDS.get(kind, OTHER)
     return {"color": look.colour, "edgecolor": "white", "linewidth": 0.5,
             "hatch": "////" if look.striped else None}
 
 
-def _draw_lane(axes, y, spans, zero, longest):
+def _draw_lane(axes: "Axes", y: float, spans: list[dict], zero: float, longest: float) -> None:
     rows = _rows(spans)
     height = 0.9 / (1 + max(rows, default=0))
     for span, row in zip(spans, rows, strict=True):

@@ -22,13 +22,17 @@ import pkgutil
 import sys
 import threading
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import common.program
 import torch
 import torch.distributed as dist
-from common import report, timeline, timeline_report
+from common import report
 from common.cli import refuse
+from common.tracing import page, timeline
 from torch.distributed import rpc
 
 STEPS_SHOWN = 3  # at first: the last ones
@@ -37,16 +41,16 @@ STEPS = ("step", "finish_episode")
 
 
 class Traced:
-    """The `run_worker` of a program, with its spans recorded; `launch` takes it to each process.
+    """Runs the `run_worker` of a program and records its spans; `launch` takes it to each process.
 
     Args:
         program: the name of its module, "param_server.main".
     """
 
-    def __init__(self, program):
+    def __init__(self, program: str) -> None:
         self.program = program
 
-    def __call__(self, rank, world_size, args):
+    def __call__(self, rank: int, world_size: int, args: Namespace) -> dict | None:
         """Run it; see `launch`."""
         program = importlib.import_module(self.program)
         roles = [program.role_name(rank, world_size) for rank in range(world_size)]
@@ -59,12 +63,12 @@ class Traced:
             title = f"{self.program.replace('.', '/')}.py, {world_size} processes"
             choose = getattr(results_of(self.program), "shown_first", None)
             shown = choose(spans, args) if choose else shown_first(spans)
-            timeline_report.save(spans, args.output_dir, title, shown, report.machine(args))
+            page.save(spans, args.output_dir, title, shown, report.machine(args))
         return metrics
 
 
-def results_of(program):
-    """The results module of a program, "param_server.main"; None if there is no such program."""
+def results_of(program: str) -> ModuleType | None:
+    """Import the results of a program, "param_server.main"; None if there is no such program."""
     path = timeline.ROOT / f"{program.replace('.', '/')}.py"
     module = importlib.import_module(program) if path.is_file() else None
     if not hasattr(module, "build_parser"):
@@ -75,12 +79,12 @@ def results_of(program):
     return importlib.import_module(f"{program.partition('.')[0]}.{results}")
 
 
-def spans_of(program):
-    """The `SPANS` of a program's results; None if there are none."""
+def spans_of(program: str) -> dict[str, list[str]] | None:
+    """Return the `SPANS` of a program's results; None if there are none."""
     return getattr(results_of(program), "SPANS", None)
 
 
-def wrap(spans, program):
+def wrap(spans: dict[str, list[str]], program: ModuleType) -> None:
     """Record each function that `SPANS` names, in this process, whenever it is called."""
     for name, (kind, *more) in spans.items():
         module, _, attribute = name.partition(":")
@@ -91,14 +95,14 @@ def wrap(spans, program):
         own = _place(pkgutil.resolve_name(f"{program.__name__}:{place}") if place else function)
         if not own and inspect.isclass(owner):
             own = _place(owner)  # a class of the lesson that inherits the function
-        # The bar says what its kind does not: the class, or the function.
+        # The bar shows what its kind does not: the class, or the function.
         label = attribute.split(".")[0] if last == kind else last
         labels = {} if label == kind else {"name": label}
         setattr(owner, last, _recorded(function, kind, of_backward, own, labels))
 
 
-def _place(definition):
-    """The first line of a function or class of the lesson, like `timeline.here`; [] elsewhere."""
+def _place(definition: object) -> list[list]:
+    """Return where a function or class of the lesson begins, like `timeline.here`; [] of others."""
     try:
         definition = inspect.unwrap(definition)
         path = timeline.lesson_file(inspect.getsourcefile(definition) or "")
@@ -109,7 +113,8 @@ def _place(definition):
     return [[path, inspect.getsourcelines(definition)[1], definition.__qualname__]]
 
 
-def _recorded(function, kind, of_backward, own, labels):
+def _recorded(function: Callable, kind: str, of_backward: str | None, own: list,
+              labels: dict) -> Callable:
     @functools.wraps(function)
     def recorded(*args, **kwargs):
         where, started = own or timeline.here(), time.time()
@@ -126,7 +131,7 @@ def _recorded(function, kind, of_backward, own, labels):
     return recorded
 
 
-def _record_backward(result, kind, where, labels):
+def _record_backward(result: object, kind: str, where: list, labels: dict) -> None:
     """Record the backward of a function: from the gradient of its result to its weights' last one.
 
     Args:
@@ -162,7 +167,7 @@ def _record_backward(result, kind, where, labels):
         node.register_hook(one_is_done)
 
 
-def gather_at_the_end():
+def gather_at_the_end() -> dict[str, list[dict]]:
     """Let this process, when it leaves, exchange its spans with all others.
 
     Returns:
@@ -192,8 +197,8 @@ def gather_at_the_end():
     return gathered
 
 
-def shown_first(spans_by_role):
-    """The window of the last steps that all trainers make, or the end of the last episode.
+def shown_first(spans_by_role: dict[str, list[dict]]) -> dict[str, tuple[float, float]] | None:
+    """Choose the window of the last steps that all trainers make, or of the last episode's end.
 
     Args:
         spans_by_role: `{role: spans}`.
@@ -213,8 +218,8 @@ def shown_first(spans_by_role):
     return {"": (ends[0], ends[-1])} if len(ends) > STEPS_SHOWN else None
 
 
-def main(argv=None):
-    """Run a program with its timeline; what its own `main` returns."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Run a program with its timeline; return what its own `main` returns."""
     path, *flags = (sys.argv[1:] if argv is None else argv) or [""]
     file = timeline.lesson_file(str(Path(path).resolve()))
     program = (file or "").removesuffix(".py").replace("/", ".")
@@ -229,10 +234,3 @@ def main(argv=None):
         return module.main(flags)
     finally:
         common.program.launch = launch
-
-
-if __name__ == "__main__":
-    from common import tracing  # the module that the processes import, not this copy of it
-
-    __spec__ = None  # or each process would import this copy too, with a warning
-    tracing.main()

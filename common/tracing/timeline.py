@@ -3,7 +3,7 @@
     timeline.start("worker1")                          in each process, or nothing is recorded
     with timeline.span("forward", micro_batch=3): ...  in any thread
     spans = timeline.recorded()                        {"worker1": [...]}: travels over RPC
-    timeline_report.save(spans, args.output_dir, title)  where those of all processes are
+    page.save(spans, args.output_dir, title)           where those of all processes are
 
 The clock is `time.time()`: processes of one machine read the same. Those of several machines differ
 by what NTP leaves between them, often milliseconds: compare only spans of one machine.
@@ -15,10 +15,12 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]  # of this repository
 KEPT = 20_000  # spans of a process: the last ones, so that a long training does not fill the memory
 DEPTH = 3  # functions of the lesson that are kept for each span: itself and those that called it
 SUPPORT = ("results.py", "measuring.py")  # they record what happens in the lines that call them
@@ -27,17 +29,17 @@ _role, _spans = None, None
 
 
 class Kind(NamedTuple):
-    """How a kind of span looks, in the picture and on the page, and what it means."""
+    """Describes how a kind of span looks, in the picture and on the page, and what it means."""
 
     colour: str
     meaning: str
     meaning_ja: str
-    striped: bool = False  # communication: also told from computation without colours
+    striped: bool = False  # communication: distinct from computation without colours, too
     waits: bool = False  # the process does nothing itself meanwhile: idle
 
     @property
-    def ink(self):
-        """Of text on it: black or white, whichever is easier to read."""
+    def ink(self) -> str:
+        """Return the colour of text on it: black or white, whichever is easier to read."""
         red, green, blue = bytes.fromhex(self.colour[1:])
         return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
 
@@ -72,24 +74,24 @@ OTHER = Kind("#666666", "", "")
 # --- recording
 
 
-def start(role):
+def start(role: str) -> None:
     """Record the spans of this process from now on, under the name `role`."""
     global _role, _spans
     _role, _spans = role, deque(maxlen=KEPT)
 
 
-def is_on():
-    """Whether spans are recorded in this process."""
+def is_on() -> bool:
+    """Return whether spans are recorded in this process."""
     return _spans is not None
 
 
-def span(kind, **labels):
-    """A `with` block whose time is recorded; the first label is written into the bar."""
+def span(kind: str, **labels: object) -> AbstractContextManager:
+    """Record the time of a `with` block; the first label is written into the bar."""
     return _NOTHING if _spans is None else _span(kind, here(), labels)
 
 
 @contextlib.contextmanager
-def _span(kind, where, labels):
+def _span(kind: str, where: list, labels: dict) -> Iterator[None]:
     started = time.time()
     try:
         yield
@@ -97,7 +99,8 @@ def _span(kind, where, labels):
         add(kind, started, time.time(), where, **labels)
 
 
-def add(kind, started, ended, where=None, **labels):
+def add(kind: str, started: float, ended: float, where: list | None = None,
+        **labels: object) -> None:
     """Record what is no `with` block; nothing when off.
 
     Args:
@@ -112,8 +115,8 @@ def add(kind, started, ended, where=None, **labels):
                        "thread": threading.get_ident()})  # atomic: any thread may
 
 
-def here():
-    """The lines of the lesson that are being executed: [file, line, function], innermost first."""
+def here() -> list[list]:
+    """Return where the lesson is: [file, line, function], the innermost first."""
     frame, where = sys._getframe(1), []
     while frame is not None and len(where) < DEPTH:
         path = lesson_file(frame.f_code.co_filename)
@@ -124,8 +127,8 @@ def here():
 
 
 @functools.cache
-def lesson_file(filename):
-    """`rpc_rl/main.py` of a file in the folder of a lesson; None of any other file."""
+def lesson_file(filename: str) -> str | None:
+    """Return `rpc_rl/main.py` for a file in the folder of a lesson; None for any other file."""
     with contextlib.suppress(ValueError):
         path = Path(filename).relative_to(ROOT)
         if len(path.parts) == 2 and path.parts[0] != "common" and not path.name.endswith(SUPPORT):
@@ -133,8 +136,8 @@ def lesson_file(filename):
     return None
 
 
-def recorded():
-    """The spans of this process; empty when off.
+def recorded() -> dict[str, list[dict]]:
+    """Return the spans of this process; empty when off.
 
     Returns:
         `{role: [{kind, start, end, labels, where, thread}]}`, times in seconds.
@@ -145,16 +148,16 @@ def recorded():
 # --- what the spans say
 
 
-def within(spans, window):
-    """Those that touch a window of time (start, end), cut to it, in order of their start."""
+def within(spans: list[dict], window: tuple[float, float]) -> list[dict]:
+    """Return the spans that touch a window (start, end), cut to it, in order of their start."""
     start, end = window
     inside = ({**span, "start": max(span["start"], start), "end": min(span["end"], end)}
               for span in spans if span["end"] > start and span["start"] < end)
     return sorted(inside, key=lambda span: span["start"])
 
 
-def idle_share(spans, window):
-    """The share of a window (start, end) in which nothing was done: 0 is always busy, 1 never.
+def idle_share(spans: list[dict], window: tuple[float, float]) -> float:
+    """Compute the share of a window (start, end) in which nothing was done: 0 is always busy.
 
     A remote call, in which this process only waits for another one, is idle.
     """
