@@ -7,8 +7,8 @@ The layers have fewer blocks: in a whole ResNet50, BatchNorm over a few numbers 
 rounding grows a hundredfold in a step. That the whole one has torchvision's layers is held apart.
 
 The other program here has its own data, micro-batches, loss and steps. From the lesson it has the
-flags and the initial weights. Both are compared where the master is, after every step: see
-recording.py.
+flags and the initial weights. Both are compared where the master is, after every step
+(recording.py).
 
 What is free in the lesson is the order in which a shard takes the micro-batches: whose thread gets
 the lock first. Only the running statistics of BatchNorm depend on it. So the oracle takes the
@@ -19,23 +19,32 @@ be one step, that of the row; and from the windows of time, the rows, the printe
 line are computed once more.
 """
 
+import argparse
 import functools
 import importlib
 import itertools
 import math
 import re
 import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import torch
 from common import report
 from common.cli import starts_rank
 from common.launcher import launch
 from common.oracle import Comparison, verdict
+from common.recorder import Recorder
 from common.vision import import_torchvision
+from torch import nn
+from torch.distributed import rpc
 
+from model_parallel_resnet import early_backward, measuring, results
 from model_parallel_resnet import main as lesson
-from model_parallel_resnet import measuring, results
-from model_parallel_resnet.recording import Recorder
+from model_parallel_resnet.measuring import Window
+from model_parallel_resnet.recording import StepByStep, state
 
 SIDE = 33  # pixels; of 32, the last layers leave one
 BLOCKS = [1, 2, 2, 1]  # in layer1 to layer4
@@ -49,8 +58,8 @@ SIGMAS = 6  # two tensors in a billion would be further from what is expected
 # --- one process
 
 
-def single_process(args):
-    """The same training without RPC and without a second process.
+def single_process(args: argparse.Namespace) -> Iterator[dict]:
+    """Make the same training without RPC and without a second process.
 
     Yields:
         For each step the number of its micro-batches, data, outputs, loss, the weights after it,
@@ -58,7 +67,7 @@ def single_process(args):
     """
     model = whole_resnet(args).train()
     norms = {name: module for name, module in model.named_modules()
-             if isinstance(module, torch.nn.BatchNorm2d)}
+             if isinstance(module, nn.BatchNorm2d)}
     for norm in norms.values():
         norm.momentum = 1.0  # so its running statistics are those of the last micro-batch
     generator = torch.Generator().manual_seed(args.seed)
@@ -87,8 +96,8 @@ def single_process(args):
                    "statistics": of_pieces}
 
 
-def whole_resnet(args):
-    """`short_resnet`, with the initial weights of the two shards."""
+def whole_resnet(args: argparse.Namespace) -> nn.Module:
+    """Make a `short_resnet` with the initial weights of the two shards."""
     shards = shards_of(args)
     whole = short_resnet(args.arch, args.num_classes)
     initial = [param for shard in shards for param in shard.parameters()]
@@ -98,15 +107,16 @@ def whole_resnet(args):
     return whole
 
 
-def shards_of(args, device="cpu"):
-    """Both shards, as `DistResNet50` asks for them."""
+def shards_of(args: argparse.Namespace,
+              device: str | torch.device = "cpu") -> tuple[nn.Module, nn.Module]:
+    """Make both shards, as `DistResNet50` asks for them."""
     block, blocks = lesson.ARCHS[args.arch]
     return (lesson.ResNetShard1(block, blocks[:2], device, 2 * args.seed + 1),
             lesson.ResNetShard2(block, blocks[2:], args.num_classes, device, 2 * args.seed + 2))
 
 
-def short_resnet(arch, num_classes):
-    """A ResNet of torchvision with the blocks of `arch`, but fewer."""
+def short_resnet(arch: str, num_classes: int) -> nn.Module:
+    """Make a ResNet of torchvision with the blocks of `arch`, but fewer."""
     resnet = import_torchvision().models.resnet
     block = {"resnet18": resnet.BasicBlock, "resnet50": resnet.Bottleneck}[arch]
     return resnet.ResNet(block, BLOCKS, num_classes=num_classes)
@@ -115,18 +125,19 @@ def short_resnet(arch, num_classes):
 # --- compared
 
 
-def compare(recorder, metrics, args, name, workers, parts=1):
-    """Hold the training that was recorded against the other program, and its times: the findings.
+def compare(seen: StepByStep, metrics: dict, args: argparse.Namespace, name: str,
+            workers: Sequence[str], parts: int = 1) -> Comparison:
+    """Hold the training that was recorded against the other program; return the findings.
 
     Args:
-        recorder: a `recording.StepByStep`, after the training.
+        seen: what was recorded.
         metrics: of the lesson.
         args: the parsed flags.
         name: of the pipeline.
         workers: the roles that compute.
         parts: of the model that each of them has.
     """
-    ours, theirs = recorder.ours, [*recorder.theirs, *recorder.alone]  # also what was left out
+    ours, theirs = seen.ours, [*seen.theirs, *seen.alone]  # also what was left out
     found = Comparison(f"{args.world_size} processes")
     hold_initial_weights(found, args)
     hold_steps(found, ours, theirs, metrics)
@@ -139,12 +150,12 @@ def compare(recorder, metrics, args, name, workers, parts=1):
     return found
 
 
-def hold_initial_weights(found, args):
-    """As in torchvision, the standard deviation of a convolution is sqrt(2 / fan_out)."""
+def hold_initial_weights(found: Comparison, args: argparse.Namespace) -> None:
+    """Hold the standard deviations of convolutions: sqrt(2 / fan_out), as in torchvision."""
     most = 0.0
     for shard in shards_of(args):
         for module in shard.modules():
-            if isinstance(module, torch.nn.Conv2d):
+            if isinstance(module, nn.Conv2d):
                 height, width = module.kernel_size
                 expected = math.sqrt(2 / (module.out_channels * height * width))
                 standard_error = 1 / math.sqrt(2 * module.weight.numel())
@@ -155,8 +166,8 @@ def hold_initial_weights(found, args):
                 f"sqrt(2 / fan_out): at most {most:.1f} standard errors, {SIGMAS} allowed")
 
 
-def hold_steps(found, ours, theirs, metrics):
-    """Every number of every step; `ours` and `theirs` are as a `StepByStep` has them."""
+def hold_steps(found: Comparison, ours: list[dict], theirs: list[dict], metrics: dict) -> None:
+    """Hold every number of every step; `ours` and `theirs` are as a `StepByStep` has them."""
     def both(key):
         return [[step.get(key, {}) for step in steps] for steps in (ours, theirs)]
 
@@ -175,18 +186,18 @@ def hold_steps(found, ours, theirs, metrics):
                 "same running statistics")
 
 
-def layers_of_both(args):
-    """Of the whole model: the layers of the shards, and of torchvision; without any numbers."""
+def layers_of_both(args: argparse.Namespace) -> list[list[str]]:
+    """List the layers of the whole model, of the shards and of torchvision, without numbers."""
     whole = getattr(import_torchvision().models, args.arch)
     with torch.device("meta"):
         shards = shards_of(args, torch.device("meta"))
-        models = torch.nn.ModuleList(shards), whole(num_classes=args.num_classes)
+        models = nn.ModuleList(shards), whole(num_classes=args.num_classes)
     return [[repr(layer) for layer in model.modules() if not list(layer.children())]
             for model in models]
 
 
-def hold_layers(found, ours, theirs):
-    """Every layer of the whole model, in order."""
+def hold_layers(found: Comparison, ours: list[str], theirs: list[str]) -> None:
+    """Hold every layer of the whole model, in order."""
     first = next((f"{a} instead of {b}" for a, b in zip(ours, theirs, strict=False) if a != b),
                  f"{len(ours)} layers, {len(theirs)} in torchvision's")
     found.holds("layers", ours == theirs, f"of both shards, against torchvision's: {first}")
@@ -195,12 +206,13 @@ def hold_layers(found, ours, theirs):
 # --- times
 
 
-def hold_windows(found, steps, metrics, args, workers, parts=1):
-    """Each timed window has one step, that of its row, and all of its micro-batches.
+def hold_windows(found: Comparison, steps: list[Window], metrics: dict, args: argparse.Namespace,
+                 workers: Sequence[str], parts: int = 1) -> None:
+    """Hold that each timed window has one step, that of its row, and all of its micro-batches.
 
     Args:
         found: the `Comparison`.
-        steps: (start, end) of each step, as the recorder saw it.
+        steps: (start, end) of each step, as it was recorded.
         metrics: of the lesson.
         args: the parsed flags.
         workers: the roles that compute.
@@ -226,8 +238,8 @@ def hold_windows(found, steps, metrics, args, workers, parts=1):
                 "of each worker between the two readings", unit="row")
 
 
-def made_up(metrics, args, workers):
-    """Metrics with other times: of each row three, whose median is no mean, nor the first or last.
+def made_up(metrics: dict, args: argparse.Namespace, workers: Sequence[str]) -> dict:
+    """Return other times: three of each row, whose median is no mean, nor the first or last.
 
     The later a row, the earlier it is on the clock.
     """
@@ -241,8 +253,9 @@ def made_up(metrics, args, workers):
     return {**metrics, "windows": windows, "spans": spans}
 
 
-def hold_table(found, times, metrics, args, name, workers):
-    """The rows, the printed table and the last line.
+def hold_table(found: Comparison, times: str, metrics: dict, args: argparse.Namespace, name: str,
+               workers: Sequence[str]) -> None:
+    """Hold the rows, the printed table and the last line.
 
     Args:
         found: the `Comparison`.
@@ -267,14 +280,14 @@ def hold_table(found, times, metrics, args, name, workers):
     fastest = min(range(len(expected)), key=lambda row: expected[row]["median_s"])
     best, losses = rounded[fastest], metrics["losses"]
     _, words = results.last_line(rows, losses, args, name).split(":", 1)
-    said = [float(number) for number in re.findall(r"(?<![\w.])\d+\.?\d*", words)]
+    numbers = [float(number) for number in re.findall(r"(?<![\w.])\d+\.?\d*", words)]
     shown = [round(losses[0], 4), round(losses[-1], 4), best["splits"], best["s/batch"],
              best["speed-up"], 1, best["ideal"], best["idle"]]
-    found.close(f"last line of {times} times", said, shown, TOLERANCE, "rounded alike", "word")
+    found.close(f"last line of {times} times", numbers, shown, TOLERANCE, "rounded alike", "word")
 
 
-def hold_parts(found, times, metrics, workers):
-    """Where each batch's time has gone: work as often as any is open, and the parts are the whole.
+def hold_parts(found: Comparison, times: str, metrics: dict, workers: Sequence[str]) -> None:
+    """Hold where each batch's time has gone: the parts are the whole; work, where a span is open.
 
     Args:
         found: the `Comparison`.
@@ -296,8 +309,8 @@ def hold_parts(found, times, metrics, workers):
                 "of each batch on each worker: all parts, those of work, none below 0", "batch")
 
 
-def expected_rows(metrics, args, workers):
-    """What `results.rows_of` should make of the windows and the spans."""
+def expected_rows(metrics: dict, args: argparse.Namespace, workers: Sequence[str]) -> list[dict]:
+    """Return what `results.rows_of` should make of the windows and the spans."""
     medians = [statistics.median(end - start for start, end in of_row)
                for of_row in metrics["windows"]]
     rows = []
@@ -309,8 +322,8 @@ def expected_rows(metrics, args, workers):
     return rows
 
 
-def idle_share(spans, start, end):
-    """The share of the time from `start` to `end` in which none of the spans was open."""
+def idle_share(spans: list[dict], start: float, end: float) -> float:
+    """Return the share of the time from `start` to `end` in which none of the spans was open."""
     spans = [span for span in spans if span["start"] < end and span["end"] > start]
     edges = sorted({start, end, *(min(max(span[edge], start), end) for span in spans
                                   for edge in ("start", "end"))})
@@ -319,34 +332,96 @@ def idle_share(spans, start, end):
     return idle / (end - start)
 
 
-# --- the command
+# --- recorded
 
 
-def record(program, rank, world_size, args):
+class OnMaster(StepByStep):
+    """Keeps, on the master, what its model, its loss and its optimizer do, and asks the workers.
+
+    A model is called with a batch, or, by a thread for each, with its micro-batches and their
+    numbers.
+
+    Args:
+        alone: the steps of the other program, from `single_process`.
+    """
+
+    def __init__(self, alone: Iterator[dict]) -> None:
+        super().__init__(lesson.WORKERS, alone)
+        self.optimizer_steps = 0
+        self.here = threading.local()  # the number of this thread's micro-batch
+
+    def before(self, module: nn.Module, inputs: tuple) -> None:
+        """Begin a batch, or one of its micro-batches."""
+        if isinstance(module, lesson.DistResNet50):
+            images, self.here.number = (*inputs, 0)[:2]
+            self.now.setdefault("started", time.time())
+            self.keep("images", images)
+
+    def after(self, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        """Keep the outputs of the model, or the targets of the loss."""
+        if isinstance(module, lesson.DistResNet50):
+            self.keep("outputs", output)
+            self.now["rrefs"] = module.p1_rref, module.p2_rref
+        elif isinstance(module, nn.MSELoss):
+            self.keep("targets", inputs[1])
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a tensor of the micro-batch of this thread, or of the batch."""
+        self.now.setdefault(name, {})[self.here.number] = tensor.detach()
+
+    def after_step(self) -> None:
+        """Fetch what the workers have; a second step of the same batch is only counted."""
+        self.optimizer_steps += 1
+        if self.now:
+            self.now["ended"] = time.time()
+            whole = {name: torch.cat([piece for _, piece in sorted(self.now.pop(name).items())])
+                     for name in ("images", "targets", "outputs") if name in self.now}
+            self.now |= {"outputs": whole.pop("outputs"), "data": whole}
+            rrefs = self.now.pop("rrefs")
+            self.add_step([rpc.rpc_sync(rref.owner(), state_of, args=(rref,)) for rref in rrefs])
+
+
+def state_of(shard_rref: rpc.RRef) -> dict:
+    """Return, on a worker, the `state` of its shard."""
+    return state(shard_rref.local_value())
+
+
+def record(program: str, rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Run a program (its module's name) recorded; rank 0 returns what has been found."""
     run_worker = importlib.import_module(program).run_worker
     layers = layers_of_both(args)
     prepare(args)
     if rank > 0:
         return run_worker(rank, world_size, args)
-    recorder = Recorder(single_process(args))
-    metrics = run_worker(rank, world_size, args)
-    found = compare(recorder, metrics, args, "RPC pipeline", lesson.WORKERS)
-    made, expected = recorder.optimizer_steps, len(args.num_splits) * (1 + args.num_batches)
+    seen = OnMaster(single_process(args))
+    with Recorder() as recorder:
+        recorder.on_forward(seen.before, seen.after)
+        for optimizer_class in (lesson.DistributedOptimizer, early_backward.EarlyOptimizer):
+            @recorder.around(optimizer_class, "step")
+            def recorded_step(step, optimizer, *context):
+                step(optimizer, *context)
+                seen.after_step()
+
+        metrics = run_worker(rank, world_size, args)
+    found = compare(seen, metrics, args, "RPC pipeline", lesson.WORKERS)
+    made, expected = seen.optimizer_steps, len(args.num_splits) * (1 + args.num_batches)
     found.holds("steps", made == expected,
                 f"the run made {made} optimizer steps, the oracle expects {expected}")
     hold_layers(found, *layers)
     return found.as_dict()
 
 
-def prepare(args):
+def prepare(args: argparse.Namespace) -> None:
     """Set float64 and the shorter model, in each process of a check."""
     torch.set_default_dtype(torch.float64)
     lesson.ARCHS[args.arch] = lesson.ARCHS[args.arch][0], BLOCKS
 
 
-def check(program, args):
-    """Run main.py or early_backward.py, and one process; the differences where it reports.
+# --- the command
+
+
+def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
+    """Run main.py or early_backward.py, and one process; return the differences on the master.
 
     Raises:
         SystemExit: 1 if something does not hold.
@@ -357,8 +432,8 @@ def check(program, args):
     return verdict(launch(functools.partial(record, program.__name__), args, program.role_name))
 
 
-def smaller(args, batch_size):
-    """Change the flags to those of a short training, and say so."""
+def smaller(args: argparse.Namespace, batch_size: int) -> None:
+    """Change the flags to those of a short training, and print them."""
     args.batch_size, args.image_size, args.num_batches = batch_size, SIDE, 1
     args.lr /= CALM
     if starts_rank(args, 0):

@@ -1,12 +1,14 @@
 """One batch of random images and one-hot targets, always the same; what a machine can hold."""
 
+import argparse
+
 import torch
 from common.cli import given, on_cpu, ranks_here, refuse, require_memory
 from torch.nn import functional as F
 
 
-def get_batch(args):
-    """The tutorial's data, drawn once.
+def get_batch(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw the tutorial's data, once.
 
     Returns:
         Images (batch_size, 3, image_size, image_size) and one-hot targets (batch_size,
@@ -19,7 +21,7 @@ def get_batch(args):
     return images, F.one_hot(indices, args.num_classes).to(images.dtype)
 
 
-def require_sizes(args, roles):
+def require_sizes(args: argparse.Namespace, roles: list[list[str]]) -> None:
     """Sort `--num_splits`, with 1; refuse what cannot be split, or held by this machine.
 
     Args:

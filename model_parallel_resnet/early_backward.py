@@ -33,12 +33,14 @@ Last line, about:
     best with num_split 4: 2.35 s a batch, 1.54 times as fast as with 1 (ideal 1.60), ...
 """
 
+import argparse
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed.autograd as dist_autograd
+from common.cli import Parser
 from common.program import run_program
 from common.session import wait_all
 from torch import nn, optim
@@ -53,7 +55,7 @@ from model_parallel_resnet.results import Batches, finish
 
 
 class EarlyResNet50(tutorial.DistResNet50):
-    """A model whose `forward` is that of one micro-batch."""
+    """Makes a forward of one micro-batch."""
 
     def forward(self, x: torch.Tensor, i: int) -> torch.Tensor:
         """Compute logits (n, num_classes) of micro-batch `i`, images (n, 3, H, W)."""
@@ -62,9 +64,9 @@ class EarlyResNet50(tutorial.DistResNet50):
 
 
 class ShardOptimizer:
-    """On a worker: add up the gradients of the micro-batches, then make the step of its shard."""
+    """Adds up, on a worker, the gradients of the micro-batches; then makes its shard's step."""
 
-    def __init__(self, shard_rref: RRef, lr: float):
+    def __init__(self, shard_rref: RRef, lr: float) -> None:
         self._lock = threading.Lock()  # RPC calls `add` in many threads
         self.opt = optim.SGD(shard_rref.local_value().parameters(), lr=lr)
 
@@ -82,9 +84,9 @@ class ShardOptimizer:
 
 
 class EarlyOptimizer:
-    """On the master: the optimizers of both shards."""
+    """Holds, on the master, the optimizers of both shards."""
 
-    def __init__(self, shard_rrefs: list[RRef], lr: float):
+    def __init__(self, shard_rrefs: list[RRef], lr: float) -> None:
         self.rrefs = [rpc.remote(shard_rref.owner(), ShardOptimizer, args=(shard_rref, lr))
                       for shard_rref in shard_rrefs]
 
@@ -97,8 +99,9 @@ class EarlyOptimizer:
         wait_all([rref.rpc_async().step() for rref in self.rrefs])
 
 
-def train_batch(model, inputs, labels, opt) -> torch.Tensor:
-    """Each micro-batch forward and back in a thread of its own, and a step; the loss of the batch.
+def train_batch(model: EarlyResNet50, inputs: torch.Tensor, labels: torch.Tensor,
+                opt: EarlyOptimizer) -> torch.Tensor:
+    """Send each micro-batch forward and back in a thread of its own; step; return the loss.
 
     Raises:
         Exception: what the first thread to fail raises, when all have ended.
@@ -122,7 +125,7 @@ def train_batch(model, inputs, labels, opt) -> torch.Tensor:
     return sum(losses)
 
 
-def run_master(args) -> dict:
+def run_master(args: argparse.Namespace) -> dict:
     """Train as the tutorial's `run_master`, with `train_batch` for a batch."""
     model = EarlyResNet50(1, WORKERS, args.arch, args.num_classes, args.device, args.seed)
     opt = EarlyOptimizer([model.p1_rref, model.p2_rref], args.lr)
@@ -137,18 +140,18 @@ def run_master(args) -> dict:
     return batches.metrics(fetch_work(WORKERS))
 
 
-def run_worker(rank: int, world_size: int, args) -> dict | None:
+def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Run the tutorial's, with this master."""
     record_calls(ShardOptimizer, "add")  # it is work, too
     return tutorial.run_worker(rank, world_size, args, run_master)
 
 
-def build_parser():
+def build_parser() -> Parser:
     """Make the parser of this program; its flags are those of main.py."""
     return tutorial.build_parser("model_parallel_resnet/early_backward", __doc__)
 
 
-def main(argv=None) -> dict | None:
+def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     require_sizes(args, [["batch"], ["first half"], ["second half"]])

@@ -27,8 +27,10 @@ Last line, about:
 early_backward.py sends each micro-batch back at once; schedules.py does it without RPC.
 """
 
+import argparse
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -57,7 +59,7 @@ def conv1x1(in_planes: int, out_planes: int, stride: int = 1) -> nn.Conv2d:
 
 
 class ResNetBase(nn.Module):
-    """Make layers out of torchvision's blocks, for both shards.
+    """Makes layers out of torchvision's blocks, for both shards.
 
     Args:
         block: the name of torchvision's kind of block, "Bottleneck" or "BasicBlock".
@@ -65,7 +67,7 @@ class ResNetBase(nn.Module):
         seed: of the initial weights.
     """
 
-    def __init__(self, block: str, device: str | torch.device, seed: int):
+    def __init__(self, block: str, device: str | torch.device, seed: int) -> None:
         super().__init__()
         # RPC calls `forward` in many threads, one for each micro-batch. Two at a time would make
         # the next stage wait, and write into the same running statistics of BatchNorm.
@@ -76,7 +78,7 @@ class ResNetBase(nn.Module):
         self.device = device_for(device) if isinstance(device, str) else device
         torch.manual_seed(seed)
 
-    def _make_layer(self, planes, blocks, stride=1):
+    def _make_layer(self, planes: int, blocks: int, stride: int = 1) -> nn.Sequential:
         downsample = None
         if stride != 1 or self.inplanes != planes * self._block.expansion:
             downsample = nn.Sequential(
@@ -86,7 +88,7 @@ class ResNetBase(nn.Module):
         self.inplanes = planes * self._block.expansion
         return nn.Sequential(first, *(self._block(self.inplanes, planes) for _ in range(1, blocks)))
 
-    def _init_weights(self):
+    def _init_weights(self) -> None:
         # Tutorial: of ResNetShard1 only, unlike torchvision.
         for m in self.modules():
             if isinstance(m, nn.Conv2d):
@@ -98,14 +100,15 @@ class ResNetBase(nn.Module):
 
 
 class ResNetShard1(ResNetBase):
-    """Compute features (N, 512, H/8, W/8) of images (N, 3, H, W); with resnet18, 128 channels.
+    """Computes features (N, 512, H/8, W/8) of images (N, 3, H, W); with resnet18, 128 channels.
 
     Args:
         blocks: the numbers of blocks in layer1 and layer2.
         block, device, seed: as above.
     """
 
-    def __init__(self, block: str, blocks: list[int], device: str | torch.device, seed: int):
+    def __init__(self, block: str, blocks: list[int], device: str | torch.device,
+                 seed: int) -> None:
         super().__init__(block, device, seed)
         self.inplanes = 64
         self.seq = nn.Sequential(
@@ -127,7 +130,7 @@ class ResNetShard1(ResNetBase):
 
 
 class ResNetShard2(ResNetBase):
-    """Compute logits (N, num_classes) of those features.
+    """Computes logits (N, num_classes) of those features.
 
     Args:
         blocks: the numbers of blocks in layer3 and layer4.
@@ -135,7 +138,7 @@ class ResNetShard2(ResNetBase):
     """
 
     def __init__(self, block: str, blocks: list[int], num_classes: int, device: str | torch.device,
-                 seed: int):
+                 seed: int) -> None:
         super().__init__(block, device, seed)
         self.inplanes = 128 * self._block.expansion
         self.seq = nn.Sequential(
@@ -155,7 +158,7 @@ class ResNetShard2(ResNetBase):
 
 
 class DistResNet50(nn.Module):
-    """The model as the master sees it: two shards elsewhere, and micro-batches on their way.
+    """Joins two shards elsewhere to the master's model, and sends micro-batches through them.
 
     Args:
         num_split: the number of micro-batches.
@@ -166,7 +169,7 @@ class DistResNet50(nn.Module):
     """
 
     def __init__(self, num_split: int, workers: list[str], arch: str, num_classes: int,
-                 device: str, seed: int):
+                 device: str, seed: int) -> None:
         super().__init__()
         self.num_split = num_split
         block, blocks = ARCHS[arch]
@@ -192,11 +195,11 @@ class DistResNet50(nn.Module):
 
 
 class SGD(optim.SGD):
-    """A subclass that `DistributedOptimizer` does not know, and therefore does not compile."""
+    """Steps as torch's; `DistributedOptimizer` does not know it, and so does not compile it."""
 
 
-def run_master(args) -> dict:
-    """Train with all numbers of micro-batches in turns; what `finish` in results.py takes."""
+def run_master(args: argparse.Namespace) -> dict:
+    """Train with all numbers of micro-batches in turns; return what results.py's `finish` takes."""
     # Tutorial: new processes for each number, and their start within the measured time.
     model = DistResNet50(1, WORKERS, args.arch, args.num_classes, args.device, args.seed)
     loss_fn = nn.MSELoss()
@@ -223,7 +226,8 @@ def role_name(rank: int, world_size: int) -> str:
     return [MASTER_NAME, *WORKERS][rank]
 
 
-def run_worker(rank: int, world_size: int, args, run_master=run_master) -> dict | None:
+def run_worker(rank: int, world_size: int, args: argparse.Namespace,
+               run_master: Callable[[argparse.Namespace], dict] = run_master) -> dict | None:
     """Train on rank 0, which returns the metrics; the others serve their shards."""
     record_work(role_name(rank, world_size), ResNetShard1, ResNetShard2)  # the table's idle times
     options = rpc_options(args, 8 + 2 * max(args.num_splits))  # threads: micro-batches wait in two
@@ -248,12 +252,12 @@ def add_flags(parser: Parser) -> Parser:
     return parser
 
 
-def build_parser(example="model_parallel_resnet", description=__doc__) -> Parser:
+def build_parser(example: str = "model_parallel_resnet", description: str = __doc__) -> Parser:
     """Make the parser of this example."""
     return add_flags(Parser(example, description, world_size=3))
 
 
-def main(argv=None) -> dict | None:
+def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     require_sizes(args, [["batch"], ["first half"], ["second half"]])

@@ -1,7 +1,7 @@
 """Where the time of a batch goes: what each worker does, recorded from outside of the lesson.
 
 `record_work` hangs hooks on the shards' layers, on autograd and on the optimizers, and each of them
-writes a span (common/timeline.py). A kernel of a GPU is only queued by the line that calls it: so
+writes a span (common/tracing). A kernel of a GPU is only queued by the line that calls it: so
 every span ends when the GPU has done its work.
 
 Every moment of a batch belongs to one of `PARTS`, so the parts add up to its time. A worker that
@@ -17,12 +17,14 @@ import itertools
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import timeline
 from common.session import keep_memory
+from common.tracing import timeline
+from torch import nn
 from torch.distributed import rpc
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -35,12 +37,14 @@ from torch.optim.optimizer import (
 PARTS = ("forward", "backward", "both", "first", "turn", "between", "last", "step", "messages")
 WORK = {"forward": "forward", "backward": "backward", "weight gradients": "backward",
         "add": "step", "step": "step"}
+Spans = dict[str, list[dict]]  # of each role, as `timeline.recorded` gives them
+Window = tuple[float, float]  # the start and the end of a batch, in seconds
 
 
 # --- recording
 
 
-def record_work(role, *shards):
+def record_work(role: str, *shards: type[nn.Module]) -> None:
     """Record the work of this process from now on, and let it keep the memory that it frees.
 
     Call it before a process has threads. The idle times are part of the result, and memory that
@@ -60,7 +64,7 @@ def record_work(role, *shards):
     _record_steps()
 
 
-def record_stages(role, stage_class):
+def record_stages(role: str, stage_class: type) -> None:
     """Record what a schedule calls in this process: the stages' forwards and backwards.
 
     A zero-bubble schedule calls two backwards: for the inputs, and for the weights. Stage 0, whose
@@ -94,7 +98,7 @@ def record_stages(role, stage_class):
         "backward" if stage.is_first else "weight gradients"))
 
 
-def record_calls(owner, name):
+def record_calls(owner: type, name: str) -> None:
     """Record the calls of a method of a class as spans of its name, in this process."""
     def record(function):
         @functools.wraps(function)
@@ -111,22 +115,22 @@ def record_calls(owner, name):
         setattr(copy, name, record(getattr(copy, name)))
 
 
-def fetch_work(workers):
-    """Fetch what the workers have recorded, over RPC; `{role: spans}`, with those of this one."""
+def fetch_work(workers: Sequence[str]) -> Spans:
+    """Fetch what the workers have recorded, over RPC; return it with the spans of this process."""
     spans = timeline.recorded()
     for worker in workers:
         spans |= rpc.rpc_sync(worker, timeline.recorded)
     return spans
 
 
-def gather_work():
-    """Gather from all ranks of the process group what they have recorded: `{role: spans}`."""
+def gather_work() -> Spans:
+    """Gather from all ranks of the process group what they have recorded."""
     recorded = [None] * dist.get_world_size()
     dist.all_gather_object(recorded, timeline.recorded())
     return {role: spans for of_rank in recorded for role, spans in of_rank.items()}
 
 
-def _record_shard(shard_class):
+def _record_shard(shard_class: type[nn.Module]) -> None:
     """Record forward and backward of the layers of each shard that will be made."""
     init, forward = shard_class.__init__, shard_class.forward
     here = threading.local()  # of each thread: its micro-batch, and the beginning of the forward
@@ -156,8 +160,8 @@ def _record_shard(shard_class):
     shard_class.__init__, shard_class.forward = recorded_init, recorded_forward
 
 
-def _record_backward(x, out, where, number):
-    """Record it from the gradient of `out` until the last one here.
+def _record_backward(x: torch.Tensor, out: torch.Tensor, where: list[list], number: int) -> None:
+    """Record a backward from the gradient of `out` until the last one here.
 
     The last one is that of the input `x`, or, where that is an image and has none, those of the
     weights of the first layer.
@@ -176,14 +180,14 @@ def _record_backward(x, out, where, number):
     (x if x.requires_grad else _first_layer(out.grad_fn)).register_hook(end)
 
 
-def _first_layer(node):
-    """The node of the graph that is last in the backward: each layer's input is its first one."""
+def _first_layer(node: torch.autograd.graph.Node) -> torch.autograd.graph.Node:
+    """Return the node that is last in the backward: each layer's input is its first one."""
     while node.next_functions and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     return node
 
 
-def _record_steps():
+def _record_steps() -> None:
     """Record the steps of all optimizers in this process."""
     here = threading.local()
 
@@ -200,8 +204,8 @@ def _record_steps():
     register_optimizer_step_post_hook(end)
 
 
-def _copies_of(owner):
-    """A class of the lesson, and that of the same name in the module: a script is `__main__`.
+def _copies_of(owner: type) -> set[type]:
+    """Return a class of the lesson, and that of its name in the module: a script is `__main__`.
 
     Which of them this process makes is what the master calls it, a script or not.
     """
@@ -210,15 +214,15 @@ def _copies_of(owner):
     return {owner, getattr(module, owner.__name__)}
 
 
-def _place_of(definition):
-    """The first line of a function or class of the lesson, like `timeline.here`; else []."""
+def _place_of(definition: object) -> list[list]:
+    """Return the first line of a function or class of the lesson, like `timeline.here`; else []."""
     path = timeline.lesson_file(inspect.getsourcefile(definition) or "")
     if path is None:
         return []
     return [[path, inspect.getsourcelines(definition)[1], definition.__qualname__]]
 
 
-def _wait_for(device):
+def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -226,13 +230,13 @@ def _wait_for(device):
 # --- what the spans say
 
 
-def parts_of(spans, workers, window):
-    """The parts of one batch.
+def parts_of(spans: Spans, workers: Sequence[str], window: Window) -> dict[str, dict[str, float]]:
+    """Divide one batch into its parts.
 
     Args:
-        spans: of all processes, as `timeline.recorded` gives them.
+        spans: of all processes.
         workers: the roles that compute: the first and the second half of the model.
-        window: (start, end) of the batch, in seconds.
+        window: of the batch.
 
     Returns:
         `{worker: {part: seconds}}`, with all of `PARTS`.
@@ -247,7 +251,9 @@ def parts_of(spans, workers, window):
             for worker in workers}
 
 
-def _of_worker(worker, workers, pieces, ends, last, window):
+def _of_worker(worker: str, workers: Sequence[str], pieces: list[dict],
+               ends: dict[tuple, float], last: dict[str, float],
+               window: Window) -> dict[str, float]:
     parts = dict.fromkeys(PARTS, 0.0)
     start, end = window
     edges = sorted({start, end, *(span[edge] for span in pieces for edge in ("start", "end"))})
@@ -265,8 +271,9 @@ def _of_worker(worker, workers, pieces, ends, last, window):
     return parts
 
 
-def _waits_for(worker, workers, pieces, ends, last, until):
-    """What a gap that lasts `until` then is, and when the other worker had done its share."""
+def _waits_for(worker: str, workers: Sequence[str], pieces: list[dict], ends: dict[tuple, float],
+               last: dict[str, float], until: float) -> tuple[str, float]:
+    """Return what a gap that ends at `until` is, and when the other worker had done its share."""
     first, second = workers
     piece = next((span for span in pieces if span["start"] == until), None)
     before = {span["kind"] for span in pieces if span["start"] < until}
@@ -280,8 +287,9 @@ def _waits_for(worker, workers, pieces, ends, last, until):
     return part, ends.get((second, kind, number), until) if worker == first else 0.0
 
 
-def rows_of(spans, workers, num_splits, windows):
-    """The medians of each part over the timed batches, for each number of micro-batches.
+def rows_of(spans: Spans, workers: Sequence[str], num_splits: list[int],
+            windows: list[list[Window]]) -> list[dict]:
+    """Take the medians of each part over the timed batches, for each number of micro-batches.
 
     Returns:
         `[{"num_split": 4, worker: {part: seconds}}]`.

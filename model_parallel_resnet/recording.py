@@ -1,29 +1,22 @@
 """What a `--check` records of a training: each step, and the state in which it leaves the workers.
 
-A model is too large to keep it once for every step. So the other program makes its steps beside the
-lesson's, and after each of them both are held against each other: of a tensor only two numbers are
-kept, the one that is furthest off, and the largest.
+A model is too large to keep it once for every step. So the other program makes a step after each of
+the lesson's, and then both are held against each other: of a tensor only two numbers are kept, the
+one that is furthest off, and the largest.
 """
 
 import itertools
 import math
-import threading
-import time
+from collections.abc import Iterator, Sequence
 
 import torch
-from common import timeline
-from torch.distributed import rpc
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-
-from model_parallel_resnet import early_backward
-from model_parallel_resnet import main as lesson
+from common.recorder import copies
+from common.tracing import timeline
+from torch import nn
 
 
 class StepByStep:
-    """Listens to the modules of this process, and follows a training with the other program.
+    """Follows a training with the other program.
 
     `ours` and `theirs` have a dict for each step: its "data" and "outputs"; the "weights" after it
     and the running "statistics" of each BatchNorm, see `furthest`; for each worker the "counts" of
@@ -36,16 +29,14 @@ class StepByStep:
         alone: the steps of the other program, from `single_process`.
     """
 
-    def __init__(self, workers, alone):
+    def __init__(self, workers: list[str], alone: Iterator[dict]) -> None:
         self.workers, self.alone = workers, alone
         self.ours, self.theirs = [], []
         self.now = {}  # what is known of a step that is under way
         self.seen = dict.fromkeys(workers, 0)  # spans
         self.running = {}  # (statistics, count) of each BatchNorm, as they should be
-        register_module_forward_pre_hook(self.before)
-        register_module_forward_hook(self.after)
 
-    def add_step(self, states, layers=("",)):
+    def add_step(self, states: list[dict], layers: Sequence[str] = ("",)) -> None:
         """Compare after a step; a step that the other program does not make is only kept.
 
         Args:
@@ -77,7 +68,8 @@ class StepByStep:
             {name: norm["running"] for name, norm in norms.items()},
             {name: running for name, (running, _) in self.running.items()})
 
-    def add_worker(self, worker, state, norms, ours, theirs):
+    def add_worker(self, worker: str, state: dict, norms: list[str], ours: dict,
+                   theirs: dict) -> None:
         """Add the micro-batches of a step that a worker has had; `norms` are its BatchNorms."""
         spans = self.new_spans(worker, state["spans"])
         for kind in ("forward", "backward"):
@@ -88,12 +80,13 @@ class StepByStep:
         ours["counts"][worker] = [norm["count"] for norm in state["norms"]]
         theirs["counts"][worker] = [self.running[name][1] for name in norms]
 
-    def new_spans(self, worker, spans):
-        """Those of the worker since the last step, in order of their start."""
+    def new_spans(self, worker: str, spans: dict[str, list[dict]]) -> list[dict]:
+        """Return those of the worker since the last step, in order of their start."""
         new, self.seen[worker] = spans[worker][self.seen[worker] :], len(spans[worker])
         return sorted(new, key=lambda span: span["start"])
 
-    def fold(self, norms, of_pieces, order):
+    def fold(self, norms: list[str], of_pieces: list[dict[str, torch.Tensor]],
+             order: list[int]) -> None:
         """Add up the statistics of micro-batches as BatchNorm does, in their order."""
         for name in norms:
             mean, var = of_pieces[0][name]
@@ -106,84 +99,20 @@ class StepByStep:
             self.running[name] = running, count
 
 
-class Recorder(StepByStep):
-    """On the master: listens to its model, its loss and its optimizer, and asks the workers.
-
-    A model is called with a batch, or, by a thread for each, with its micro-batches and their
-    numbers.
-
-    Args:
-        alone: the steps of the other program, from `single_process`.
-    """
-
-    def __init__(self, alone):
-        super().__init__(lesson.WORKERS, alone)
-        self.optimizer_steps = 0
-        self.here = threading.local()  # the number of this thread's micro-batch
-        recorder = self
-
-        def listening(honest):
-            class Recorded(honest):
-                def step(self, *context):
-                    super().step(*context)
-                    recorder.after_step()
-
-            return Recorded
-
-        lesson.DistributedOptimizer = listening(lesson.DistributedOptimizer)
-        early_backward.EarlyOptimizer = listening(early_backward.EarlyOptimizer)
-
-    def before(self, module, inputs):
-        """A batch begins, or one of its micro-batches."""
-        if isinstance(module, lesson.DistResNet50):
-            images, self.here.number = (*inputs, 0)[:2]
-            self.now.setdefault("started", time.time())
-            self.keep("images", images)
-
-    def after(self, module, inputs, output):
-        """The model has its outputs, or the loss is there."""
-        if isinstance(module, lesson.DistResNet50):
-            self.keep("outputs", output)
-            self.now["rrefs"] = module.p1_rref, module.p2_rref
-        elif isinstance(module, torch.nn.MSELoss):
-            self.keep("targets", inputs[1])
-
-    def keep(self, name, tensor):
-        """Of the micro-batch of this thread, or of the batch."""
-        self.now.setdefault(name, {})[self.here.number] = tensor.detach()
-
-    def after_step(self):
-        """Fetch what the workers have; a second step of the same batch is only counted."""
-        self.optimizer_steps += 1
-        if self.now:
-            self.now["ended"] = time.time()
-            whole = {name: torch.cat([piece for _, piece in sorted(self.now.pop(name).items())])
-                     for name in ("images", "targets", "outputs") if name in self.now}
-            self.now |= {"outputs": whole.pop("outputs"), "data": whole}
-            rrefs = self.now.pop("rrefs")
-            self.add_step([rpc.rpc_sync(rref.owner(), state_of, args=(rref,)) for rref in rrefs])
-
-
-def state_of(shard_rref):
-    """On a worker: `state` of its shard."""
-    return state(shard_rref.local_value())
-
-
-def state(model):
-    """The weights, the running statistics of each BatchNorm, and the spans so far."""
+def state(model: nn.Module) -> dict:
+    """Copy the weights and the running statistics of each BatchNorm; add the spans so far."""
     norms = [{"running": torch.stack([norm.running_mean, norm.running_var]).cpu(),
               "count": norm.num_batches_tracked.item()}
-             for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm2d)]
-    return {"weights": [param.detach().cpu() for param in model.parameters()], "norms": norms,
-            "spans": timeline.recorded()}
+             for norm in model.modules() if isinstance(norm, nn.BatchNorm2d)]
+    return {"weights": copies(model.parameters()), "norms": norms, "spans": timeline.recorded()}
 
 
-def furthest(run, oracle):
-    """Two numbers of each tensor of a run: the one that is furthest off, and the largest expected.
+def furthest(run: dict[str, torch.Tensor], oracle: dict[str, torch.Tensor]) -> tuple[dict, dict]:
+    """Pick two numbers of each tensor: the one that is furthest off, and the largest expected.
 
     Args:
-        run: `{name: tensor}`.
-        oracle: `{name: tensor}`, which may have more names.
+        run: tensors by name.
+        oracle: the same, which may have more names.
 
     Returns:
         `{name: [number, largest]}` of the run, and of the oracle; whole tensors where their shapes
@@ -202,12 +131,12 @@ def furthest(run, oracle):
     return ours, theirs
 
 
-def numbers_of(kind, spans):
-    """The micro-batches of the spans of a kind."""
+def numbers_of(kind: str, spans: list[dict]) -> list[int]:
+    """Return the micro-batches of the spans of a kind."""
     return [span["labels"].get("micro_batch") for span in spans if span["kind"] == kind]
 
 
-def one_at_a_time(spans):
-    """Whether no two forwards of a worker overlap; `spans` are in order of their start."""
+def one_at_a_time(spans: list[dict]) -> bool:
+    """Return whether no two forwards of a worker overlap; `spans` are in order of their start."""
     forwards = [span for span in spans if span["kind"] == "forward"]
     return all(a["end"] <= b["start"] for a, b in itertools.pairwise(forwards))

@@ -1,12 +1,18 @@
 """What the folder's pipelines leave: a line for each batch, table, metrics.json, num_split.png."""
 
+import argparse
 import statistics
 import sys
 import time
+from collections.abc import Sequence
+from typing import NoReturn
 
-from common import picture, report, timeline
+import torch
+from common import picture, report
+from common.tracing import timeline
 
 from model_parallel_resnet import measuring
+from model_parallel_resnet.measuring import Spans, Window
 
 TUTORIAL_S = {1: 16.45, 2: 12.33, 4: 10.16, 8: 9.08}  # 6_7, cell 18: three batches of 120, two GPUs
 STAGES = 2
@@ -20,7 +26,7 @@ WORDS = {
            "ideal": "理想：(m + 1) / 2m", "here": "測定値（{name}）", "seconds": "%.2f秒",
            "tutorial": "チュートリアル（GPU 2個、起動時間を含む）"},
 }
-# What a timeline shows (common/tracing.py) beside the workers' spans, which measuring.py records.
+# What a timeline shows (common/tracing) beside the workers' spans, which measuring.py records.
 SPANS = {
     "model_parallel_resnet.main:DistResNet50.forward": ["remote call"],
     "model_parallel_resnet.early_backward:EarlyResNet50.forward": ["remote call"],
@@ -33,7 +39,7 @@ SPANS = {
 
 
 class Batches:
-    """The batches of a run, where its clock is read.
+    """Keeps the losses and the times of a run's batches.
 
     Args:
         role: of this process, for the printed lines.
@@ -41,13 +47,13 @@ class Batches:
         show: whether this process shows a progress bar.
     """
 
-    def __init__(self, role, args, show=True):
+    def __init__(self, role: str, args: argparse.Namespace, show: bool = True) -> None:
         self.role, self.losses = role, []
         self.windows = {num_split: [] for num_split in args.num_splits}
         self.bar = report.progress((args.num_batches + 1) * len(args.num_splits), "batch",
                                    show=show)
 
-    def add(self, batch, num_split, started, loss):
+    def add(self, batch: int, num_split: int, started: float, loss: float | torch.Tensor) -> None:
         """Add a batch that has ended, and print a line.
 
         Args:
@@ -67,16 +73,16 @@ class Batches:
                               f"loss {loss:.4f}  {ended - started:.2f} s")
         self.bar.update()
 
-    def metrics(self, spans):
+    def metrics(self, spans: Spans) -> dict:
         """Return what `finish` takes; `spans` are those of all processes."""
         self.bar.close()
         return {"losses": self.losses, "windows": [times[1:] for times in self.windows.values()],
                 "spans": spans}
 
 
-def finish(metrics, args, name="RPC pipeline", workers=("worker1", "worker2"),
-           backend="tensorpipe"):
-    """Turn what was recorded into rows, print and write them, and draw; the whole metrics.
+def finish(metrics: dict, args: argparse.Namespace, name: str = "RPC pipeline",
+           workers: Sequence[str] = ("worker1", "worker2"), backend: str = "tensorpipe") -> dict:
+    """Turn what was recorded into rows, print and write them, and draw; return all metrics.
 
     Args:
         metrics: of `run_worker`: `losses` (one for each batch), `windows` (for each of
@@ -104,7 +110,7 @@ def finish(metrics, args, name="RPC pipeline", workers=("worker1", "worker2"),
     return metrics
 
 
-def require_sound(metrics, args, workers):
+def require_sound(metrics: dict, args: argparse.Namespace, workers: Sequence[str]) -> None:
     """End in words if the loss has not fallen, or a worker had other numbers of micro-batches."""
     losses, n_rows = metrics["losses"], len(args.num_splits)
     first, last = (statistics.fmean(part) for part in (losses[:n_rows], losses[-n_rows:]))
@@ -120,15 +126,15 @@ def require_sound(metrics, args, workers):
                 fail(f"{worker} had {number:g} micro-batches with --num_splits {num_split}")
 
 
-def shown_first(spans_by_role, args):
-    """The windows of a timeline: the last batch with 1 micro-batch, and the fastest number's.
+def shown_first(spans_by_role: Spans, args: argparse.Namespace) -> dict[str, Window]:
+    """Choose the windows of a timeline: the last batch with 1 micro-batch, the fastest number's.
 
     Args:
-        spans_by_role: `{role: spans}`, with a step of each worker at the end of each batch.
+        spans_by_role: with a step of each worker at the end of each batch.
         args: the parsed flags.
 
     Returns:
-        `{caption: (start, end)}`.
+        The windows by their captions.
     """
     steps = [sorted(span["end"] for span in spans if span["kind"] == "step")
              for spans in spans_by_role.values()]
@@ -140,14 +146,14 @@ def shown_first(spans_by_role, args):
             for number in (1, fastest)}
 
 
-def fail(sentence):
-    """Status 1 after one line."""
+def fail(sentence: str) -> NoReturn:
+    """End with status 1 after one line."""
     print(f"error: {sentence}", file=sys.stderr)
     raise SystemExit(1)
 
 
-def rows_of(metrics, args, workers):
-    """A row of numbers for each of `args.num_splits`; see `finish`."""
+def rows_of(metrics: dict, args: argparse.Namespace, workers: Sequence[str]) -> list[dict]:
+    """Compute a row of numbers for each of `args.num_splits`; see `finish`."""
     medians = [statistics.median(end - start for start, end in of_split)
                for of_split in metrics["windows"]]
     return [{"num_split": num_split, "median_s": median, "speedup": medians[0] / median,
@@ -160,30 +166,26 @@ def rows_of(metrics, args, workers):
             in zip(args.num_splits, medians, metrics["windows"], strict=True)]
 
 
-def idle_share(spans, workers, window):
-    """The mean of the workers' idle shares in a window of time."""
+def idle_share(spans: Spans, workers: Sequence[str], window: Window) -> float:
+    """Return the mean of the workers' idle shares in a window of time."""
     return statistics.fmean(timeline.idle_share(spans[worker], window) for worker in workers)
 
 
-def best_of(rows):
-    """The fastest."""
-    return min(rows, key=lambda row: row["median_s"])
-
-
-def table(rows):
-    """Lines: a head, and one for each number of micro-batches."""
+def table(rows: list[dict]) -> list[str]:
+    """Return lines: a head, and one for each number of micro-batches."""
     line = "{num_split:6}   {median_s:7.2f}   {speedup:8.2f}   {ideal:5.2f}   {idle_share:4.0%}"
     return ["splits   s/batch   speed-up   ideal   idle", *(line.format(**row) for row in rows)]
 
 
-def last_line(rows, losses, args, name):
-    """The run in one sentence."""
+def last_line(rows: list[dict], losses: list[float], args: argparse.Namespace, name: str) -> str:
+    """Put the run into one sentence."""
+    best = min(rows, key=lambda row: row["median_s"])
     return ("{}, {}: loss {:.4f} -> {:.4f} | best with num_split {num_split}: {median_s:.2f} s "
             "a batch, {speedup:.2f} times as fast as with 1 (ideal {ideal:.2f}), workers idle "
-            "{idle_share:.0%}").format(args.arch, name, losses[0], losses[-1], **best_of(rows))
+            "{idle_share:.0%}").format(args.arch, name, losses[0], losses[-1], **best)
 
 
-def plot(runs, args, name="RPC pipeline"):
+def plot(runs: list[dict], args: argparse.Namespace, name: str = "RPC pipeline") -> None:
     """Draw `num_split.png`: times of a batch, here and in the tutorial, over those with 1 split.
 
     Args:

@@ -1,6 +1,6 @@
 r"""The same model as main.py, the way it is done today: `torch.distributed.pipelining`.
 
-Nobody asks anybody: each process has a stage and a schedule, which says what it receives, computes
+Nobody asks anybody: each process has a stage and a schedule, which lists what it receives, computes
 and sends next. There is no master and no RPC; tensors go point to point through a process group.
 Under "gpipe", all micro-batches go forward first, and then all back; under "1f1b", a stage goes
 back with one as soon as it can, so it keeps fewer. The others cut the model in four:
@@ -28,6 +28,7 @@ Last line, about:
     best with num_split 4: 2.20 s a batch, 1.43 times as fast as with 1 (ideal 1.60), ...
 """
 
+import argparse
 import time
 
 import torch
@@ -44,6 +45,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from model_parallel_resnet import results
 from model_parallel_resnet.data import get_batch, require_sizes
@@ -59,13 +61,14 @@ SCHEDULES = {"gpipe": (ScheduleGPipe, [[0], [1]]), "1f1b": (Schedule1F1B, [[0], 
              "zero_bubble_v": (ScheduleZBVZeroBubble, V)}
 
 
-def device_of_stage(args) -> torch.device:
+def device_of_stage(args: argparse.Namespace) -> torch.device:
     """Choose a GPU if each stage has one: gloo, which also shares one, sends from the CPU."""
     device = device_for(args.device)
     return torch.device("cpu") if backend_for(device) == "gloo" else device
 
 
-def layers_of(stage: int, num_stages: int, args, device: torch.device) -> nn.Sequential:
+def layers_of(stage: int, num_stages: int, args: argparse.Namespace,
+              device: torch.device) -> nn.Sequential:
     """Make the layers of a stage, a half or a quarter of the model, from a tensor to a tensor."""
     block, blocks = ARCHS[args.arch]
     if stage < num_stages // 2:
@@ -79,9 +82,9 @@ def layers_of(stage: int, num_stages: int, args, device: torch.device) -> nn.Seq
 
 
 class Pipeline:
-    """The stages of this rank: a schedule for each number of micro-batches, its own optimizer."""
+    """Has the stages of this rank, their optimizer, a schedule for each number of micro-batches."""
 
-    def __init__(self, rank: int, args):
+    def __init__(self, rank: int, args: argparse.Namespace) -> None:
         self.args = args
         self.schedule_class, places = SCHEDULES[args.schedule]
         self.num_stages, self.stages = sum(map(len, places)), places[rank]
@@ -93,10 +96,11 @@ class Pipeline:
         self.inputs, self.labels = (tensor.to(self.device) for tensor in get_batch(args))
         self.schedules = {number: self.make_schedule(number) for number in args.num_splits}
 
-    def make_schedule(self, num_split: int):
-        """Give the stages the shapes of a micro-batch: else they would find them with a forward.
+    def make_schedule(self, num_split: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
+        """Make the schedule for so many micro-batches, whose shapes the stages get.
 
-        That one would compute with uninitialised memory, and leave it in BatchNorm's statistics.
+        They would find them with a forward, which would compute with uninitialised memory, and
+        leave it in BatchNorm's statistics.
         """
         shapes = [self.inputs[: self.args.batch_size // num_split].to("meta")]
         for stage in range(self.num_stages):  # no numbers, only shapes
@@ -114,7 +118,7 @@ class Pipeline:
         return (ScheduleGPipe if few else self.schedule_class)(stages[0], **options)
 
     def train_step(self, num_split: int) -> float | None:
-        """Go forward, back, and step this rank's own parameters; the loss where it is."""
+        """Go forward, back, and step this rank's own parameters; return the loss where it is."""
         self.opt.zero_grad()
         losses = []
         images = [self.inputs] if 0 in self.stages else []
@@ -129,8 +133,8 @@ def role_name(rank: int, world_size: int) -> str:
     return STAGES[rank]
 
 
-def run_worker(rank: int, world_size: int, args) -> dict | None:
-    """Train with all numbers of micro-batches in turns; the rank with the loss has the metrics."""
+def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
+    """Train with all numbers of micro-batches in turns; with the loss, return the metrics."""
     record_stages(role_name(rank, world_size), PipelineStage)  # the table's idle times
     dist.init_process_group(**group_options(args, device_of_stage(args)), rank=rank,
                             world_size=world_size)
@@ -152,7 +156,7 @@ def run_worker(rank: int, world_size: int, args) -> dict | None:
     return metrics if pipeline.has_loss else None
 
 
-def require_stages(args) -> None:
+def require_stages(args: argparse.Namespace) -> None:
     """Refuse micro-batches of several shapes, and fewer GPUs than stages."""
     for num_split in args.num_splits:
         if args.batch_size % num_split:
@@ -164,7 +168,7 @@ def require_stages(args) -> None:
                "needs its own", rank=None)
 
 
-def finish(metrics: dict, args) -> dict:
+def finish(metrics: dict, args: argparse.Namespace) -> dict:
     """Print, write and draw as main.py does."""
     if metrics["backend"] == "gloo":
         args.device = "cpu"  # where the stages were: see `device_of_stage`
@@ -179,7 +183,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv=None) -> dict | None:
+def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     require_sizes(args, [["batch", "first half"], ["batch", "second half"]])

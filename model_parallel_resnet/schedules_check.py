@@ -1,20 +1,24 @@
 """`--check` of schedules.py: a whole training of two stages, held against one process.
 
-The training is the lesson's own `run_worker`, on a few small images, in float64. Each rank runs
-the whole program of check.py beside its own work, and compares its weights where they are. A rank
-with two quarters of the model has them compared one by one.
+The training is the lesson's own `run_worker`, on a few small images, in float64. After each of its
+steps a rank makes that of the whole program of check.py, too, and compares its weights where they
+are. A rank with two quarters of the model has them compared one by one.
 """
 
+import argparse
 import functools
 import itertools
 import math
 import time
+from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import verdict
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from common.recorder import Recorder, copies, gathered
+from torch import nn
 
 from model_parallel_resnet import check as oracle
 from model_parallel_resnet import schedules as lesson
@@ -28,32 +32,53 @@ PLACES = {"gpipe": [[0], [1]], "1f1b": [[0], [1]], "interleaved": [[0, 2], [1, 3
           "zero_bubble": [[0, 2], [1, 3]], "zero_bubble_v": [[0, 3], [1, 2]]}
 
 
-def check(program, args):
-    """Run schedules.py, and one process; the differences where it reports, None elsewhere."""
+def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
+    """Run schedules.py, and one process; return the differences where it reports."""
     args.num_splits = args.num_splits[: oracle.MOST_ROWS]
     oracle.smaller(args, batch_size=3 * math.lcm(*args.num_splits))
     return verdict(launch(record, args, program.role_name))
 
 
-def record(rank, world_size, args):
-    """The worker of a check; the rank with the last stage returns what it has found."""
+def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
+    """Run the lesson recorded; the rank with the last stage returns what has been found."""
     layers = oracle.layers_of_both(args)
     oracle.prepare(args)
     places = PLACES[args.schedule]
-    recorder = Recorder(rank, places[rank], HALVES if len(places[0]) == 1 else QUARTERS,
-                        oracle.single_process(args))
-    metrics = lesson.run_worker(rank, world_size, args)
+    seen = OnRank(rank, places[rank], HALVES if len(places[0]) == 1 else QUARTERS,
+                  oracle.single_process(args))
+    of_ranks = []
+    with Recorder() as recorder:
+        recorder.on_forward(seen.before, seen.after)
+        recorder.on_step(after=lambda optimizer: seen.after_step())
+
+        @recorder.around(lesson.PipelineStage, "__init__")
+        def make(init, stage, model, number, *others):
+            init(stage, model, number, *others)
+            seen.models[number] = model
+
+        @recorder.around(dist, "barrier")
+        def leave_late(barrier):
+            """Delay the rank whose clock is read: the other one could begin before that."""
+            barrier()
+            time.sleep(LATE * (seen.last in seen.stages))
+
+        @recorder.around(dist, "destroy_process_group")
+        def gather_first(leave):
+            of_ranks.extend(gathered((seen.ours, seen.theirs)))
+            leave()
+
+        metrics = lesson.run_worker(rank, world_size, args)
     if metrics is None:
         return None
-    made, expected = recorder.join_stages(), len(args.num_splits) * (1 + args.num_batches)
-    found = oracle.compare(recorder, metrics, args, args.schedule, lesson.STAGES, len(places[0]))
+    made, expected = seen.join(of_ranks), len(args.num_splits) * (1 + args.num_batches)
+    found = oracle.compare(seen, metrics, args, args.schedule, lesson.STAGES, len(places[0]))
     found.equal("steps", made, [expected] * 2, "that the optimizer has made", "stage")
     oracle.hold_layers(found, *layers)
     return found.as_dict()
 
 
-class Recorder(StepByStep):
-    """On each rank: listens to its stages, its loss and its optimizer.
+class OnRank(StepByStep):
+    """Keeps, on each rank, what its stages, its loss and its optimizer do.
 
     Args:
         rank: of this process.
@@ -62,50 +87,30 @@ class Recorder(StepByStep):
         alone: the steps of the other program, from `single_process`.
     """
 
-    def __init__(self, rank, stages, layers, alone):
+    def __init__(self, rank: int, stages: list[int], layers: list[tuple[str, ...]],
+                 alone: Iterator[dict]) -> None:
         super().__init__([f"{lesson.STAGES[rank]} part {stage}" for stage in stages], alone)
         self.role, self.stages, self.last = lesson.STAGES[rank], stages, len(layers) - 1
         self.layers = [name for stage in stages for name in layers[stage]]
-        self.models = {stage: torch.nn.Module() for stage in stages}  # until they are made
-        register_optimizer_step_post_hook(lambda *_: self.after_step())
-        recorder = self
+        self.models = {stage: nn.Module() for stage in stages}  # until they are made
 
-        class Recorded(lesson.PipelineStage):
-            def __init__(self, model, stage, *others):
-                super().__init__(model, stage, *others)
-                recorder.models[stage] = model
-
-        lesson.PipelineStage = Recorded
-        leave, barrier = dist.destroy_process_group, dist.barrier
-
-        def gather_first():
-            self.gathered = [None] * len(lesson.STAGES)
-            dist.all_gather_object(self.gathered, (self.ours, self.theirs))
-            leave()
-
-        def come_late():  # the rank whose clock is read: the other could begin before
-            barrier()
-            time.sleep(LATE * (self.last in stages))
-
-        dist.destroy_process_group, dist.barrier = gather_first, come_late
-
-    def before(self, module, inputs):
-        """A micro-batch comes to this stage."""
+    def before(self, module: nn.Module, inputs: tuple) -> None:
+        """Begin a step, where its first micro-batch comes to a stage."""
         if module in self.models.values():
             self.now.setdefault("started", time.time())
 
-    def after(self, module, inputs, output):
-        """The stage is done with a micro-batch, or its loss is there."""
+    def after(self, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        """Keep the images and outputs of a micro-batch, or the targets of its loss."""
         pieces = {}
         if module in self.models.values():
             pieces = {"images": inputs[0]} if module is self.models.get(0) else {}
             pieces |= {"outputs": output} if module is self.models.get(self.last) else {}
-        elif isinstance(module, torch.nn.MSELoss):
+        elif isinstance(module, nn.MSELoss):
             pieces = {"targets": inputs[1]}
         for name, tensor in pieces.items():
-            self.now.setdefault(name, []).append(tensor.detach().clone().cpu())
+            self.now.setdefault(name, []).extend(copies([tensor]))
 
-    def after_step(self):
+    def after_step(self) -> None:
         """Hold these stages against their parts of the other program."""
         self.now["ended"] = time.time()
         self.now["data"] = {name: torch.cat(self.now.pop(name)) for name in ("images", "targets")
@@ -118,17 +123,17 @@ class Recorder(StepByStep):
                                         if span["labels"].get("stage") == stage]}
         self.add_step(states, self.layers)
 
-    def join_stages(self):
-        """Take what both ranks have recorded; the numbers of steps that they have made."""
-        ours, theirs = zip(*self.gathered, strict=True)
+    def join(self, of_ranks: list[tuple[list[dict], list[dict]]]) -> list[int]:
+        """Take what both ranks have recorded; return the numbers of steps that they have made."""
+        ours, theirs = zip(*of_ranks, strict=True)
         both = functools.partial(itertools.zip_longest, fillvalue={})
         self.ours = list(itertools.starmap(joined, both(*ours)))
         self.theirs = list(itertools.starmap(joined, both(*theirs)))
         return [len(steps) for steps in ours]
 
 
-def joined(first, second):
-    """What both ranks have recorded of a step."""
+def joined(first: dict, second: dict) -> dict:
+    """Join what both ranks have recorded of a step."""
     both = {**first, **second,
             "one at a time": first.get("one at a time") and second.get("one at a time")}
     for key in ("data", "weights", "statistics", "counts", "micro-batches"):

@@ -14,7 +14,7 @@ So only one device works at a time. Cut the batch into micro-batches as well, an
 
 There is one process and no `launch`: the kernels of a GPU are only queued by the line of Python
 that calls them, so one process keeps two GPUs busy. On one device, or on CPUs, nothing can overlap:
-a run shows what the splitting costs, not what it wins, and says so.
+a run shows what the splitting costs, not what it wins, and its first line states that.
 
     python model_parallel_resnet/single_machine.py                          two GPUs, or one device
     python model_parallel_resnet/single_machine.py --devices cuda:0 cuda:1  these two
@@ -47,9 +47,9 @@ SPLIT_SIZES = [1, 3, 5, 8, 10, 12, 20, 40, 60]
 
 
 class ToyModel(nn.Module):
-    """Two layers on two devices: all that changes is where the tensors are."""
+    """Has two layers on two devices: all that changes is where the tensors are."""
 
-    def __init__(self, devices: list[torch.device]):
+    def __init__(self, devices: list[torch.device]) -> None:
         super().__init__()
         # Tutorial: "cuda:0" and "cuda:1" in all classes, which do not start on fewer GPUs.
         self.dev0, self.dev1 = devices
@@ -63,8 +63,8 @@ class ToyModel(nn.Module):
         return self.net2(x.to(self.dev1))
 
 
-def train_toy(args) -> tuple[float, float]:
-    """Make one step of `ToyModel`; the loss before and after it."""
+def train_toy(args: argparse.Namespace) -> tuple[float, float]:
+    """Make one step of `ToyModel`; return the loss before and after it."""
     torch.manual_seed(args.seed)
     model = ToyModel(args.devices)
     loss_fn = nn.MSELoss()
@@ -79,7 +79,7 @@ def train_toy(args) -> tuple[float, float]:
 
 
 class ModelParallelResNet50(nn.Module):
-    """A ResNet50 whose halves are on two devices.
+    """Has the halves of a ResNet50 on two devices.
 
     Args:
         resnet: torchvision's; its layers are moved, not copied.
@@ -87,7 +87,7 @@ class ModelParallelResNet50(nn.Module):
     """
 
     # Tutorial: a subclass of torchvision's ResNet, whose layers then have two names each.
-    def __init__(self, resnet: nn.Module, devices: list[torch.device]):
+    def __init__(self, resnet: nn.Module, devices: list[torch.device]) -> None:
         super().__init__()
         self.dev0, self.dev1 = devices
         self.seq1 = nn.Sequential(
@@ -110,8 +110,8 @@ class ModelParallelResNet50(nn.Module):
 
 
 def train(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
-          args) -> list[torch.Tensor]:
-    """Train for `--num_batches` steps on one batch; the loss before each, still on its device.
+          args: argparse.Namespace) -> list[torch.Tensor]:
+    """Train for `--num_batches` steps on one batch; return the loss before each, on its device.
 
     Args:
         model: its output is (samples, classes), on whatever device.
@@ -141,8 +141,8 @@ def synchronize(devices: list[torch.device]) -> None:
 
 
 def time_training(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
-                  args) -> tuple[float, list[float]]:
-    """Time `train`, as `timeit` does in the tutorial; its seconds, and its losses."""
+                  args: argparse.Namespace) -> tuple[float, list[float]]:
+    """Time `train`, as `timeit` does in the tutorial; return its seconds, and its losses."""
     synchronize(args.devices)
     start = time.perf_counter()
     losses = train(model, inputs, labels, args)
@@ -153,14 +153,15 @@ def time_training(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
 
 
 class PipelineParallelResNet50(ModelParallelResNet50):
-    """The micro-batches one behind the other.
+    """Sends micro-batches through, one behind the other.
 
     Args:
         resnet, devices: as above.
         split_size: samples in each; the last one may have fewer. It is not their number.
     """
 
-    def __init__(self, resnet: nn.Module, devices: list[torch.device], split_size: int = 20):
+    def __init__(self, resnet: nn.Module, devices: list[torch.device],
+                 split_size: int = 20) -> None:
         super().__init__(resnet, devices)
         self.split_size = split_size
 
@@ -181,7 +182,7 @@ class PipelineParallelResNet50(ModelParallelResNet50):
         return torch.cat(ret)
 
 
-def resnet50_and_batch(args) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+def resnet50_and_batch(args: argparse.Namespace) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """Make an unsplit ResNet50 on the first device; images and one-hot targets in main memory."""
     torch.manual_seed(args.seed)
     models = import_torchvision().models
@@ -192,7 +193,7 @@ def resnet50_and_batch(args) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return resnet, inputs, labels
 
 
-def measure(args) -> list[dict]:
+def measure(args: argparse.Namespace) -> list[dict]:
     """Time all models in turns.
 
     Returns:
@@ -208,7 +209,7 @@ def measure(args) -> list[dict]:
     rows = [{"model": name, "split_size": size, "times_s": [], "losses": [],
              "micro_batches": len(inputs.split(size or len(inputs)))}
             for name, _, size in candidates]
-    with report.progress(len(rows) * (1 + args.num_repeat), "run") as bar:
+    with report.progress(len(rows) * (1 + args.num_repeat), "run", role=ROLE) as bar:
         for repeat in range(1 + args.num_repeat):
             # Tutorial: ten times the same in a row. In turns, what else the machine does slows all
             # alike; in another order each time, for a run depends on what the last one has left.
@@ -221,6 +222,8 @@ def measure(args) -> list[dict]:
                     row["times_s"].append(seconds)
                 row["losses"] += losses
                 bar.update()
+            if bar.disable:  # not a terminal
+                report.log(ROLE, f"round {repeat} of {args.num_repeat}" if repeat else "warm-up")
     return rows
 
 
@@ -232,7 +235,7 @@ def device(text: str) -> torch.device:
     return torch.device(text)
 
 
-def choose_devices(args) -> list[torch.device]:
+def choose_devices(args: argparse.Namespace) -> list[torch.device]:
     """Choose the devices of both halves.
 
     Raises:
@@ -254,7 +257,7 @@ def choose_devices(args) -> list[torch.device]:
     return args.devices
 
 
-def settle(args) -> list[int]:
+def settle(args: argparse.Namespace) -> list[int]:
     """Refuse what cannot be, and fill in what was left to us.
 
     `args.devices` and `args.split_size` are set afterwards, and `args.measured_sizes`: all split
@@ -264,7 +267,7 @@ def settle(args) -> list[int]:
         args: the parsed flags.
 
     Returns:
-        The split sizes that are left out, as they are larger than the batch.
+        The split sizes that are left out, since they are larger than the batch.
     """
     reproducible(args)
     args.devices = choose_devices(args)
@@ -309,21 +312,26 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv=None) -> dict:
-    """Measure and draw, or `--check`; the metrics or the differences."""
+def main(argv: list[str] | None = None) -> dict:
+    """Measure and draw, or `--check`; return the metrics or the differences."""
     started = time.perf_counter()
     args = build_parser().parse_args(argv)
     left_out = settle(args)
     report.log(ROLE, what_it_shows(args.devices))
     if args.check:
         return program.check(measure, args)
+    if left_out:
+        report.log(ROLE, f"left out: split sizes {left_out}, for the batch has only "
+                         f"{args.batch_size} samples")
     try:
         toy_losses = train_toy(args)
         rows = measure(args)
     except report.NotFiniteError as error:
         print(f"error: a model {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    return finish(rows, toy_losses, left_out, time.perf_counter() - started, args)
+    metrics = finish(rows, toy_losses, left_out, time.perf_counter() - started, args)
+    print(f"results: {args.output_dir}")
+    return metrics
 
 
 if __name__ == "__main__":

@@ -7,24 +7,24 @@ second in the table is known beforehand. The ResNet has fewer blocks: see check.
 
 The other program has its own data, micro-batches, loss, steps, and order of turns. Its ResNet50 is
 not cut, and the statistics of BatchNorm are those of each micro-batch, one after the other. It
-makes its steps beside the lesson's, and of every tensor two numbers are kept: see recording.py.
+makes a step after each of the lesson's, and of every tensor two numbers are kept (recording.py).
 """
 
-import contextlib
+import argparse
 import copy
 import functools
 import itertools
 import math
 import random
 import statistics
-from types import SimpleNamespace
-from unittest import mock
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 
 import torch
 from common import report
 from common.oracle import Comparison, verdict
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from common.recorder import Recorder, copies
+from torch import nn
 
 from model_parallel_resnet import single_machine as lesson
 from model_parallel_resnet import single_machine_results as results
@@ -38,8 +38,8 @@ FLAGS = {"batch_size": 5, "image_size": SIDE, "num_batches": 2, "num_repeat": 1,
 # --- one process, one device
 
 
-def single_process(args):
-    """All trainings with ResNet50s that are not cut.
+def single_process(args: argparse.Namespace) -> Iterator[dict]:
+    """Make all trainings with ResNet50s that are not cut.
 
     Yields:
         For each step: its row, data, loss, and what the model has after it: the weights, and for
@@ -49,7 +49,7 @@ def single_process(args):
     resnet = short_resnet("resnet50", lesson.NUM_CLASSES)
     images = torch.randn(args.batch_size, 3, SIDE, SIDE)
     classes = torch.randint(lesson.NUM_CLASSES, (args.batch_size,))
-    targets = torch.nn.functional.one_hot(classes, lesson.NUM_CLASSES).double()
+    targets = nn.functional.one_hot(classes, lesson.NUM_CLASSES).double()
     device = args.devices[0]
     images, targets = images.to(device), targets.to(device)
     models = {"whole": resnet.to(device).train(), "pipeline": copy.deepcopy(resnet).train()}
@@ -71,7 +71,7 @@ def single_process(args):
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter -= args.lr * gradient
             weights = {name: param.detach().cpu() for name, param in model.named_parameters()}
-            norms = [layer for layer in model.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
+            norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
             step = {"row": row, "data": {"images": images.cpu(), "targets": targets.cpu()},
                     "loss": loss.item(), "weights": weights,
                     "statistics": {f"BatchNorm {i}": torch.stack([norm.running_mean.cpu(),
@@ -83,18 +83,18 @@ def single_process(args):
             yield step
 
 
-def turns_of(args):
-    """The numbers of the rows in the order of their turns, each with whether it is a warm-up."""
+def turns_of(args: argparse.Namespace) -> Iterator[tuple[int, bool]]:
+    """Yield the numbers of the rows in the order of their turns, and whether it is a warm-up."""
     for repeat in range(1 + args.num_repeat):
         order = list(range(2 + len(args.split_sizes)))
         random.Random(args.seed + repeat).shuffle(order)
         yield from ((row, repeat == 0) for row in order)
 
 
-def toy_losses(args):
-    """The loss of two layers before and after one step of SGD."""
+def toy_losses(args: argparse.Namespace) -> list[float]:
+    """Compute the loss of two layers before and after one step of SGD."""
     torch.manual_seed(args.seed)
-    net1, net2 = torch.nn.Linear(10, 10), torch.nn.Linear(10, 5)
+    net1, net2 = nn.Linear(10, 10), nn.Linear(10, 5)
     x, y = torch.randn(20, 10), torch.randn(20, 5)
     parameters = [*net1.parameters(), *net2.parameters()]
     losses = []
@@ -111,65 +111,32 @@ def toy_losses(args):
 # --- recorded
 
 
-class Recorder:
-    """Listens to each step of each training, and gives the lesson another clock.
+class Seen:
+    """Keeps each step of each training.
 
     `ours` and `theirs` have a dict for each step: its "data"; the "weights" and the running
     "statistics" after it, see `furthest`; the "counts" of batches that each BatchNorm has seen. In
-    `theirs` are also its "row" and its "loss". `events` says when the lesson has read the clock.
+    `theirs` are also its "row" and its "loss". `events`: when the lesson has trained, waited for
+    its devices and read the clock.
 
     Args:
         alone: the steps of the other program, from `single_process`.
     """
 
-    def __init__(self, alone):
+    def __init__(self, alone: Iterator[dict]) -> None:
         self.alone = alone
         self.ours, self.theirs, self.events = [], [], []
         self.now, self.model = {}, None  # the data of the step under way, and what is trained
-        self.trainings, self.seconds = 0, 0.0
+        self.seconds = 0.0  # by the lesson's clock
 
-    @contextlib.contextmanager
-    def installed(self, resnet50):
-        """Record what the lesson does inside, with `resnet50` in the place of torchvision's."""
-        train, synchronize = lesson.train, lesson.synchronize
-
-        def recorded_train(model, *others):
-            self.model = model
-            losses = train(model, *others)
-            self.trainings += 1
-            self.seconds += self.trainings  # all trainings take different times
-            self.events.append("train")
-            return losses
-
-        def recorded_synchronize(devices):
-            self.events.append("synchronize")
-            synchronize(devices)
-
-        def perf_counter():
-            self.events.append("clock")
-            return self.seconds
-
-        torchvision = SimpleNamespace(models=SimpleNamespace(resnet50=resnet50))
-        hooks = [register_module_forward_pre_hook(self.before_forward),
-                 register_optimizer_step_post_hook(self.after_step)]
-        try:
-            with mock.patch.multiple(
-                    lesson, train=recorded_train, synchronize=recorded_synchronize,
-                    time=SimpleNamespace(perf_counter=perf_counter),
-                    import_torchvision=lambda: torchvision):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def before_forward(self, module, inputs):
-        """A batch comes to the model, or its outputs to the loss."""
+    def before_forward(self, module: nn.Module, inputs: tuple) -> None:
+        """Keep the batch that comes to the model, or its targets, which come to the loss."""
         if module is self.model:
-            self.now["images"] = inputs[0].detach().cpu().clone()
-        elif isinstance(module, torch.nn.MSELoss):
-            self.now["targets"] = inputs[1].detach().cpu().clone()
+            (self.now["images"],) = copies(inputs[:1])
+        elif isinstance(module, nn.MSELoss):
+            (self.now["targets"],) = copies(inputs[1:])
 
-    def after_step(self, *_):
+    def after_step(self) -> None:
         """Let the other program make its step, and compare."""
         ours, self.now = {"data": self.now}, {}
         self.ours.append(ours)
@@ -186,16 +153,48 @@ class Recorder:
         ours["counts"] = [norm["count"] for norm in model["norms"]]
 
 
+def record(seen: Seen, args: argparse.Namespace) -> list[dict]:
+    """Run the lesson's `measure` with a shorter ResNet50 and another clock; return its rows."""
+    trainings = itertools.count(1)
+    resnet50 = functools.partial(short_resnet, "resnet50")
+    torchvision = SimpleNamespace(models=SimpleNamespace(resnet50=resnet50))
+
+    def read_clock():
+        seen.events.append("clock")
+        return seen.seconds
+
+    with Recorder() as recorder:
+        recorder.put(lesson, "import_torchvision", lambda: torchvision)
+        recorder.put(lesson, "time", SimpleNamespace(perf_counter=read_clock))
+        recorder.on_forward(before=seen.before_forward)
+        recorder.on_step(after=lambda optimizer: seen.after_step())
+
+        @recorder.around(lesson, "train")
+        def recorded_train(train, model, *others):
+            seen.model = model
+            losses = train(model, *others)
+            seen.seconds += next(trainings)  # all trainings take different times
+            seen.events.append("train")
+            return losses
+
+        @recorder.around(lesson, "synchronize")
+        def recorded_synchronize(synchronize, devices):
+            seen.events.append("synchronize")
+            synchronize(devices)
+
+        return lesson.measure(args)
+
+
 # --- compared
 
 
-def hold_toy(found, args):
-    """The toy model's losses."""
+def hold_toy(found: Comparison, args: argparse.Namespace) -> None:
+    """Hold the toy model's losses."""
     found.close("toy model", lesson.train_toy(args), toy_losses(args), TOLERANCE, BECAUSE, "loss")
 
 
-def hold_steps(found, ours, theirs):
-    """Every step of every training."""
+def hold_steps(found: Comparison, ours: list[dict], theirs: list[dict]) -> None:
+    """Hold every step of every training."""
     def both(key):
         return [[step.get(key, {}) for step in steps] for steps in (ours, theirs)]
 
@@ -206,8 +205,8 @@ def hold_steps(found, ours, theirs):
     found.equal("batches that BatchNorm has seen", *both("counts"), "each micro-batch counts once")
 
 
-def hold_rows(found, rows, recorder, args):
-    """The rows: what they are called, their losses, and their times."""
+def hold_rows(found: Comparison, rows: list[dict], seen: Seen, args: argparse.Namespace) -> None:
+    """Hold the rows: their names, their losses, and their times."""
     names = ["single device", "model parallel"] + ["pipeline"] * len(args.split_sizes)
     found.holds("names of the rows", [row["model"] for row in rows] == names
                 and [row["split_size"] for row in rows] == [None, None, *args.split_sizes],
@@ -215,7 +214,7 @@ def hold_rows(found, rows, recorder, args):
     found.equal("micro-batches", [row["micro_batches"] for row in rows], micro_batches_of(args),
                 "the batch over the split size, rounded up", "row")
     losses, times = [[] for _ in names], [[] for _ in names]
-    for step in recorder.theirs:
+    for step in seen.theirs:
         losses[step["row"]].append(step["loss"])
     for turn, (row, warm_up) in enumerate(turns_of(args), start=1):
         if not warm_up:
@@ -224,17 +223,17 @@ def hold_rows(found, rows, recorder, args):
     found.equal("times", [row["times_s"] for row in rows], times,
                 "seconds of a clock that only the trainings move on; no warm-up", "row")
     turn = ["synchronize", "clock", "train", "synchronize", "clock"]
-    found.holds("clock", recorder.events == turn * len(list(turns_of(args))),
+    found.holds("clock", seen.events == turn * len(list(turns_of(args))),
                 "read before and after each training, when the devices have nothing left to do")
 
 
-def micro_batches_of(args):
-    """Their number in each row."""
+def micro_batches_of(args: argparse.Namespace) -> list[int]:
+    """Return the number of micro-batches in each row."""
     return [1, 1, *(math.ceil(args.batch_size / size) for size in args.split_sizes)]
 
 
-def hold_numbers(found, rows, args):
-    """Averages and the tutorial's four numbers, of made-up times; and what is printed."""
+def hold_numbers(found: Comparison, rows: list[dict], args: argparse.Namespace) -> None:
+    """Hold averages and the tutorial's four numbers, of made-up times; and what is printed."""
     starts = (4.0, 4.4, 6.0, 2.0)
     rows = [{**row, "times_s": [start, start + 3.0, start + 0.5]}
             for row, start in zip(rows, starts, strict=True)]
@@ -259,8 +258,9 @@ def hold_numbers(found, rows, args):
     found.holds("last line", all(part in words for part in shown), f"has {'; '.join(shown)}")
 
 
-def hold_table(found, rows, averages, args):
-    """The printed table; `averages` has the median, mean and deviation of each row."""
+def hold_table(found: Comparison, rows: list[dict], averages: list[list[float]],
+               args: argparse.Namespace) -> None:
+    """Hold the printed table; `averages` has the median, mean and deviation of each row."""
     head, *lines = results.table(rows)
     columns = [head.index(name) for name in (
         "split size", "micro-batches", "median", "mean", "deviation", "median / single")]
@@ -279,8 +279,8 @@ def hold_table(found, rows, averages, args):
 # --- the command
 
 
-def check(program, args):
-    """Run `program`, which is single_machine.py, and one process; the differences.
+def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float]:
+    """Run single_machine.py, and one process; return the differences.
 
     Raises:
         SystemExit: 1 if something does not hold.
@@ -295,14 +295,13 @@ def check(program, args):
         found = Comparison("the models on two devices", "an unsplit ResNet50")
         try:
             hold_toy(found, args)
-            recorder = Recorder(single_process(args))
-            with recorder.installed(functools.partial(short_resnet, "resnet50")):
-                rows = program.measure(args)
+            seen = Seen(single_process(args))
+            rows = record(seen, args)
         except Exception as error:
             found.holds("run", False, f"raised {repr(error)[:200]}")
             return verdict(found.as_dict())
-        hold_steps(found, recorder.ours, [*recorder.theirs, *recorder.alone])
-        hold_rows(found, rows, recorder, args)
+        hold_steps(found, seen.ours, [*seen.theirs, *seen.alone])
+        hold_rows(found, rows, seen, args)
         hold_numbers(found, rows, args)
         return verdict(found.as_dict())
     finally:

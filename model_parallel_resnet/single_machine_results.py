@@ -1,5 +1,6 @@
 """What a run of single_machine.py leaves: the tutorial's numbers, table, pictures, metrics.json."""
 
+import argparse
 import statistics
 
 import torch
@@ -37,8 +38,9 @@ TUTORIAL = {"single_s": 3.75, "model_parallel_s": 4.02, "split_size_20_s": 2.51,
             "best_split_size": 12, "best_split_faster": 0.54}
 
 
-def finish(rows, toy_losses, left_out, wall_s, args):
-    """Print, draw and write what was measured; the metrics.
+def finish(rows: list[dict], toy_losses: tuple[float, float], left_out: list[int], wall_s: float,
+           args: argparse.Namespace) -> dict:
+    """Print, draw and write what was measured; return the metrics.
 
     Args:
         rows: of `measure`.
@@ -47,9 +49,6 @@ def finish(rows, toy_losses, left_out, wall_s, args):
         wall_s: seconds of all of it.
         args: the parsed flags.
     """
-    if left_out:
-        report.log(ROLE, f"left out: split sizes {left_out}, for the batch has only "
-                         f"{args.batch_size} samples")
     report.log(ROLE, "ToyModel: loss {:.3f} -> {:.3f} in one step".format(*toy_losses))
     add_averages(rows)
     for line in table(rows):
@@ -72,7 +71,7 @@ def finish(rows, toy_losses, left_out, wall_s, args):
     return metrics
 
 
-def add_averages(rows):
+def add_averages(rows: list[dict]) -> None:
     """Add `mean_s`, `std_s` and `median_s` to each row."""
     for row in rows:
         times = row["times_s"]
@@ -80,8 +79,8 @@ def add_averages(rows):
                 "median_s": statistics.median(times)}
 
 
-def compare_times(rows, split_size):
-    """The tutorial's four numbers, from our times: shares, 0.07 is 7%.
+def compare_times(rows: list[dict], split_size: int) -> dict[str, float]:
+    """Compute the tutorial's four numbers from our times: shares, 0.07 is 7%.
 
     From medians, not from the tutorial's means: one repeat that something else has slowed down
     would decide a mean.
@@ -95,8 +94,8 @@ def compare_times(rows, split_size):
             "best_split_faster": single["median_s"] / best["median_s"] - 1}
 
 
-def table(rows):
-    """Lines: a head, and one for each row."""
+def table(rows: list[dict]) -> list[str]:
+    """Return lines: a head, and one for each row."""
     lines = ["model            split size   micro-batches    median      mean   deviation   "
              "median / single's"]
     for row in rows:
@@ -107,8 +106,8 @@ def table(rows):
     return lines
 
 
-def last_line(numbers, losses, devices):
-    """The run in one sentence."""
+def last_line(numbers: dict[str, float], losses: list[float], devices: list[torch.device]) -> str:
+    """Put the run into one sentence."""
     return (f"ResNet50 on {names_of(devices)}: model parallel takes "
             f"{numbers['model_parallel_slower']:+.0%} time (tutorial +7%), pipelined "
             f"{numbers['pipeline_faster']:+.0%} speed (+49%), best split size "
@@ -116,20 +115,20 @@ def last_line(numbers, losses, devices):
             f"(12 with +54%); loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
 
 
-def can_overlap(devices):
-    """Whether the two halves can compute at the same time."""
+def can_overlap(devices: list) -> bool:
+    """Return whether the two halves can compute at the same time; devices, or their names."""
     return devices[0] != devices[1]
 
 
-def names_of(devices):
-    """In words: `cuda:0 and cuda:1`, or `one device (cpu)`."""
+def names_of(devices: list[torch.device]) -> str:
+    """Name both devices: `cuda:0 and cuda:1`, or `one device (cpu)`."""
     if can_overlap(devices):
         return f"{devices[0]} and {devices[1]}"
     return f"one device ({devices[0]})"
 
 
-def what_it_shows(devices):
-    """What a run on these devices can show, and what it cannot."""
+def what_it_shows(devices: list[torch.device]) -> str:
+    """Describe what a run on these devices can show, and what it cannot."""
     if can_overlap(devices):
         return (f"{names_of(devices)}: the halves can compute at the same time; this shows what a "
                 "pipeline wins")
@@ -137,7 +136,7 @@ def what_it_shows(devices):
             "what a pipeline wins on two GPUs")
 
 
-def plot(runs, args):
+def plot(runs: list[dict], args: argparse.Namespace) -> None:
     """Draw the tutorial's three pictures: medians and ranges of all repeats of one or several runs.
 
     Tutorial: means and standard deviations, which a single slow repeat decides.
@@ -173,13 +172,13 @@ def plot(runs, args):
         axes.set_ylim(bottom=0)
 
 
-def of_repeats(rows):
-    """Of each repeat, the seconds of each row."""
+def of_repeats(rows: list[dict]) -> list[tuple[float, ...]]:
+    """Return, for each repeat, the seconds of each row."""
     return list(zip(*(row["times_s"] for row in rows), strict=True))
 
 
-def words_of(name, ran):
-    """The texts of a picture, from the metrics of its run."""
+def words_of(name: str, ran: dict) -> dict[str, dict[str, str]]:
+    """Make the texts of a picture, from the metrics of its run."""
     overlap = "overlap" if can_overlap(ran["devices"]) else "costs"
     return {language: {**texts, "title": f"{texts[name]}{texts[overlap]}\n{texts['batch']}",
                        "x": texts["x"] if name == "split_size_tradeoff" else ""}

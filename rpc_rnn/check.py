@@ -1,49 +1,62 @@
 """The oracle of main.py and its variants: the program's own training, held against one process.
 
-`recording.py` runs the program's `run_worker` for two short epochs in its own processes.
-`single_process` knows only the flags and the first weights. It has its own columns, its own loop,
-and PyTorch's ordinary autograd and optimizers. `comparison.py` holds one against the other.
+`record` runs the program's `run_worker` for two short epochs in its own processes, in which each
+trainer keeps what it reads, its losses, and after every step its gradients and weights; the first
+one also those of the tables on the server. `single_process` knows only the flags and the first
+weights. It has its own columns, its own loop, and PyTorch's ordinary autograd and optimizers.
+`comparison.py` holds one against the other.
 
 Both compute in float64, so that a mistake cannot hide behind rounding. Dropout is matched: the
 server and the trainer draw from seeded generators, and so do the two `Stream`s here. With several
 trainers dropout is off: the server draws in the order in which they call.
 """
 
-import argparse
 import contextlib
+import importlib
 import math
 import tempfile
+import time
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, verdict
+from common.recorder import Recorder, gathered, named_gradients, named_weights
 from common.session import device_for
 from torch import nn
+from torch.distributed import rpc
+from torch.distributed.optim import DistributedOptimizer
 
-from rpc_rnn import comparison, data
+from rpc_rnn import comparison, data, results
+from rpc_rnn import main as tutorial
+from rpc_rnn.comparison import PARTS, OfParts
 from rpc_rnn.main import role_name
-from rpc_rnn.recording import record_run, shortened
 
 EPOCHS = 2
 DROPOUT = 0.25  # where --dropout is 0, which would leave no mark
+EVALUATION_S = 0.5  # that each evaluation is made to last: the time of the training must exclude it
+STEP_S = 0.02  # that the first trainer waits before its step: who does not wait sees old tables
 
 
 # --- one process
 
 
-def single_process(args, weights, language):
+def single_process(args: Namespace, weights: OfParts, language: data.Language) -> dict:
     """Train as the lesson should have done.
 
     Args:
         args: the flags.
-        weights: `{part: {name: tensor}}`, the first ones.
+        weights: the first ones.
         language: the tokens.
 
     Returns:
-        What a `Recorder` writes down, with an entry for each trainer: lists of dicts, `steps` of
-        each epoch, `evaluations` before the first and after each. `metrics`. `sample`: the text.
+        What a `Seen` has, with an entry for each trainer: lists of dicts, `steps` of each epoch,
+        `evaluations` before the first and after each. `metrics`. `sample`: the text.
     """
     names, n_columns = trainer_names(args), args.batch_size * (args.world_size - 1)
     device = device_for(args.device)
@@ -85,7 +98,8 @@ def single_process(args, weights, language):
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                entry |= {what: model.parts(what) for what in ("gradients", "weights")}
+                entry |= {"gradients": model.parts(named_gradients),
+                          "weights": model.parts(named_weights)}
             entries.append(entry)
             total += loss.item() * (end - start)
         return total / (length - 1)
@@ -106,9 +120,9 @@ def single_process(args, weights, language):
 
 
 class WholeModel(nn.Module):
-    """Embedding, LSTM and decoder in one process, with the dropout of the two processes."""
+    """Has embedding, LSTM and decoder in one process, with the dropout of the two processes."""
 
-    def __init__(self, ntoken, args):
+    def __init__(self, ntoken: int, args: Namespace) -> None:
         super().__init__()
         between_layers = args.dropout if args.nlayers > 1 else 0
         self.table = nn.ModuleDict({"encoder": nn.Embedding(ntoken, args.ninp)})
@@ -117,8 +131,9 @@ class WholeModel(nn.Module):
         self.drop = nn.Dropout(args.dropout)
         self.server, self.trainer = (Stream(device_for(args.device)) for _ in range(2))
 
-    def forward(self, tokens, hidden):
-        """Tokens (T, B), a state (2, nlayers, B, nhid); scores (T, B, ntoken), the next state."""
+    def forward(self, tokens: torch.Tensor,
+                hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute scores (T, B, ntoken) and the next state (2, nlayers, B, nhid)."""
         with self.server.drawing():
             embeddings = self.drop(self.table["encoder"](tokens))
         with self.trainer.drawing():
@@ -126,21 +141,19 @@ class WholeModel(nn.Module):
         with self.server.drawing():
             return self.decoder["decoder"](self.drop(states)), torch.stack(hidden)
 
-    def parts(self, what):
-        """`{part: {name: tensor}}` of the weights or gradients."""
-        return {part: {name: (param.grad if what == "gradients" else param).detach().cpu().clone()
-                       for name, param in getattr(self, part).named_parameters()}
-                for part in comparison.PARTS}
+    def parts(self, named: Callable[[nn.Module], dict[str, torch.Tensor]]) -> OfParts:
+        """Return `named` of each part: `named_weights` or `named_gradients`."""
+        return {part: named(getattr(self, part)) for part in PARTS}
 
 
 class Stream:
-    """A sequence of random numbers of its own, as another process has one."""
+    """Keeps a sequence of random numbers of its own, as another process has one."""
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         self.gpus, self.states = [device] if device.type == "cuda" else [], None
 
     @contextlib.contextmanager
-    def drawing(self):
+    def drawing(self) -> Iterator[None]:
         """Let what is inside draw from this sequence, and what is outside not notice."""
         with torch.random.fork_rng(self.gpus):
             if self.states:
@@ -150,14 +163,14 @@ class Stream:
             yield
             self.states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.gpus)]
 
-    def seed(self, seed):
+    def seed(self, seed: int) -> None:
         """Begin the sequence that a process has after `torch.manual_seed(seed)`."""
         with self.drawing():
             torch.manual_seed(seed)
 
 
-def write(model, language, args):
-    """A text from the model: the vocabulary's numbers of its characters."""
+def write(model: WholeModel, language: data.Language, args: Namespace) -> list[int]:
+    """Write a text with the model; return the vocabulary's numbers of its characters."""
     model.eval()
     model.trainer.seed(args.seed)
     device, token, sample = device_for(args.device), language.val[0], []
@@ -171,26 +184,128 @@ def write(model, language, args):
     return sample
 
 
-def trainer_names(args):
-    """Those of ranks 1, 2, ..."""
+def trainer_names(args: Namespace) -> list[str]:
+    """Return the names of ranks 1, 2, ..."""
     return [role_name(rank, args.world_size) for rank in range(1, args.world_size)]
 
 
 # --- what is held against it
 
 
-def record(rank, world_size, args):
-    """Run the program's worker, recorded; the first trainer returns the findings."""
+class Seen:
+    """Keeps what the trainer of this process does.
+
+    `initial`: its first weights. `entries`: a dict for each piece of text, of the training and of
+    the validation: the tokens read, the state before them, the targets, the loss, and in training
+    the gradients and the weights after the step.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.model, self.initial, self.entries = rank, None, None, []
+
+    def begin(self, model: tutorial.RNNModel) -> None:
+        """Look at a model that has just been made."""
+        self.model = weakref.proxy(model)  # a DDP must not outlive its group
+        self.initial = self.look()["weights"]
+
+    def before_forward(self, module: nn.Module, inputs: tuple) -> None:
+        """Begin an entry where the model reads a piece of text."""
+        if isinstance(module, tutorial.RNNModel):
+            tokens, hidden = inputs
+            self.entries.append({
+                "training": torch.is_grad_enabled(), "data": tokens.clone(),
+                "hidden": torch.stack([state.detach().cpu() for state in hidden]),
+                "with history": any(state.requires_grad for state in hidden)})
+
+    def after_forward(self, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        """Add the targets and the loss."""
+        if isinstance(module, nn.CrossEntropyLoss):
+            self.entries[-1] |= {"target": inputs[1].cpu().flatten(), "loss": output.item()}
+
+    def after_step(self, context_id: int, span: tuple[float, float]) -> None:
+        """Add the gradients, the weights, and when the context was there."""
+        if self.entries:
+            self.entries[-1] |= {"span": span, **self.look(context_id)}
+
+    def look(self, context_id: int | None = None) -> dict[str, OfParts]:
+        """Return the `state_of` the LSTM here, and for the first trainer of the tables."""
+        states = {"LSTM": state_of(getattr(self.model.rnn, "module", self.model.rnn), context_id)}
+        if self.rank == 1:
+            tables = ("table", self.model.emb_table_rref), ("decoder", self.model.decoder_rref)
+            for part, rref in tables:
+                states[part] = rpc.rpc_sync(rref.owner(), state_there, args=(rref, context_id))
+        return {what: {part: state[what] for part, state in states.items()}
+                for what in ("gradients", "weights")}
+
+
+def state_of(module: nn.Module, context_id: int | None) -> OfParts:
+    """Copy the "gradients" and "weights" of a part.
+
+    Gradients are in the context; with `prefetch.py`, those of the table are in `.grad`.
+    """
+    return {"gradients": named_gradients(module, context_id), "weights": named_weights(module)}
+
+
+def state_there(part_rref: rpc.RRef, context_id: int | None) -> OfParts:
+    """Return, on the server, the `state_of` a part."""
+    return state_of(part_rref.local_value(), context_id)
+
+
+def shortened(language: data.Language, args: Namespace) -> data.Language:
+    """Return the first tokens of a language: four steps an epoch, and two of validation.
+
+    The last ones are shorter, and a few tokens fill no row.
+    """
+    n_columns = args.batch_size * (args.world_size - 1)
+    last = args.bptt // 2 + 1
+    train, val = ((n * args.bptt + last + 1) * n_columns + n_columns // 2 for n in (3, 1))
+    return language._replace(train=language.train[:train], val=language.val[:val])
+
+
+def record(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run the program `args.program`, recorded; the first trainer returns the findings."""
     torch.set_default_dtype(torch.float64)
-    recorded = record_run(rank, world_size, args)
-    return compare(*recorded, args) if rank == 1 else None
+    program, seen, everyone = importlib.import_module(args.program), Seen(rank), []
+    with Recorder() as recorder:
+        recorder.on_forward(seen.before_forward, seen.after_forward)
+        recorder.on_context(after=seen.after_step)
+
+        @recorder.around(tutorial, "load_language")
+        def load_language(load, args):
+            return shortened(load(args), args)
+
+        @recorder.around(tutorial, "run_trainer")
+        def run_trainer(train, rank, world_size, args, model_class=tutorial.RNNModel, *how):
+            @recorder.around(model_class, "__init__")
+            def make(init, model, *sizes):
+                init(model, *sizes)
+                seen.begin(model)
+
+            metrics = train(rank, world_size, args, model_class, *how)
+            mine = {"initial": seen.initial, "entries": seen.entries}
+            everyone.extend(gathered(mine) if dist.is_initialized() else [mine])
+            return metrics
+
+        @recorder.around(results, "evaluate")
+        def late_evaluate(evaluate, *place):
+            time.sleep(EVALUATION_S)
+            return evaluate(*place)
+
+        @recorder.around(DistributedOptimizer, "step")
+        def late_step(step, opt, context_id):
+            if rank == 1 and world_size > 2:
+                time.sleep(STEP_S)
+            return step(opt, context_id)
+
+        metrics = program.run_worker(rank, world_size, args)
+    return compare(everyone, metrics, args) if rank == 1 else None
 
 
-def compare(recordings, metrics, args):
+def compare(recordings: list[dict], metrics: dict, args: Namespace) -> dict:
     """Hold the recordings of all trainers, and the metrics, against `single_process`."""
     found, names = Comparison(f"{args.world_size} processes"), trainer_names(args)
     language, weights = data.load_language(args), recordings[0]["initial"]
-    expected = WholeModel(language.ntoken, args).parts("weights")
+    expected = WholeModel(language.ntoken, args).parts(named_weights)
     if comparison.hold_sizes(found, weights, expected):
         comparison.hold_first_weights(found, recordings, names, args)
         alone = single_process(args, weights, shortened(language, args))
@@ -207,8 +322,8 @@ def compare(recordings, metrics, args):
 # --- the command
 
 
-def check(program, args):
-    """Hold short trainings against a single process.
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Hold short trainings of a program against a single process.
 
     Returns:
         `{what: difference}`, None where nothing is reported.
@@ -228,13 +343,13 @@ def check(program, args):
     return verdict({"run": run, "oracle": "one process", "findings": findings})
 
 
-def plans(args, folder):
-    """The runs of a check: `{title: flags}`."""
+def plans(args: Namespace, folder: Path) -> dict[str, Namespace]:
+    """Return the runs of a check: `{title: flags}`."""
     checkpoint = folder / "run.pt" if args.checkpoint else None  # the user's is left alone
 
     def flags(**others):
         fixed = {"epochs": EPOCHS, "resume": False, "checkpoint": checkpoint}
-        return argparse.Namespace(**{**vars(args), **fixed, **others})
+        return Namespace(**{**vars(args), **fixed, **others})
 
     one = {"dropout": 0.0}
     if args.world_size == 2:  # one trainer

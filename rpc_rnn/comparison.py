@@ -2,22 +2,25 @@
 
 import itertools
 import math
+from argparse import Namespace
 
 import torch
+from common.oracle import Comparison
 from torch import nn
 
-from rpc_rnn.data import MarkovChain
+from rpc_rnn.data import Language, MarkovChain
 
 TOLERANCE = 1e-9
 BECAUSE = "float64, whose sums may come in another order"
 PARTS = ("table", "LSTM", "decoder")
+OfParts = dict[str, dict[str, torch.Tensor]]  # of each of them, tensors by name
 # 2 forward, 3 backward, the step, the context's end; with several trainers 2 to average. In
 # prefetch.py, the step brings and takes the embeddings.
 ROUND_TRIPS = {"main": 7, "several_trainers": 9, "prefetch": 5}
 
 
-def hold_sizes(found, weights, expected):
-    """Whether all parts have the parameters that the flags say."""
+def hold_sizes(found: Comparison, weights: OfParts, expected: OfParts) -> bool:
+    """Hold the parameters of all parts against the flags; return whether they are those."""
     ours, theirs = ({f"{part} {name}": list(tensor.shape) for part, tensors in parts.items()
                      for name, tensor in tensors.items()} for parts in (weights, expected))
     says = f"{len(ours)} tensors of the sizes that the flags say"
@@ -26,8 +29,9 @@ def hold_sizes(found, weights, expected):
     return found.holds("sizes", ours == theirs, says)
 
 
-def hold_first_weights(found, recordings, names, args):
-    """Before the first step: as the seed says, of independent draws, alike on all trainers."""
+def hold_first_weights(found: Comparison, recordings: list[dict], names: list[str],
+                       args: Namespace) -> None:
+    """Hold the weights before the first step: by the seed, of independent draws, alike on all."""
     weights = recordings[0]["initial"]
     ntoken = len(weights["decoder"]["decoder.bias"])
     torch.manual_seed(3 * args.seed + 1)
@@ -55,14 +59,15 @@ def hold_first_weights(found, recordings, names, args):
                     "DDP sends those of the first trainer to all", "model")
 
 
-def uniform(shape, seed):
-    """Numbers between -0.1 and 0.1."""
+def uniform(shape: tuple[int, int], seed: int) -> torch.Tensor:
+    """Draw numbers between -0.1 and 0.1."""
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(shape).uniform_(-0.1, 0.1, generator=generator)
 
 
-def hold_training(found, recordings, names, epochs):
-    """Every step: what it reads, its losses, and the gradients and weights that come of it."""
+def hold_training(found: Comparison, recordings: list[dict], names: list[str],
+                  epochs: list[list[dict]]) -> None:
+    """Hold every step: what it reads, its losses, the gradients and weights that come of it."""
     steps, expected = recorded(recordings, names, training=True), sum(epochs, [])
     hold_reading(found, "training", steps, expected, "step")
     history = sum(entry["with history"] for step in steps for entry in step.values())
@@ -79,21 +84,23 @@ def hold_training(found, recordings, names, epochs):
                         TOLERANCE, BECAUSE)
 
 
-def hold_validation(found, recordings, names, passes):
-    """Every piece of validation text."""
+def hold_validation(found: Comparison, recordings: list[dict], names: list[str],
+                    passes: list[list[dict]]) -> None:
+    """Hold every piece of validation text."""
     hold_reading(found, "validation", recorded(recordings, names, training=False), sum(passes, []),
                  "piece")
 
 
-def recorded(recordings, names, training):
-    """The finished steps, or pieces of validation text: for each, the entry of each trainer."""
+def recorded(recordings: list[dict], names: list[str], training: bool) -> list[dict[str, dict]]:
+    """Return the entry of each trainer, for each finished step or piece of validation text."""
     of_each = [[entry for entry in recording["entries"]
                 if "loss" in entry and entry["training"] == training] for recording in recordings]
     return [dict(zip(names, entries, strict=True)) for entries in zip(*of_each, strict=False)]
 
 
-def hold_reading(found, title, pieces, expected, unit):
-    """The tokens of each piece of text, the state before it, and its loss."""
+def hold_reading(found: Comparison, title: str, pieces: list[dict[str, dict]],
+                 expected: list[dict], unit: str) -> None:
+    """Hold the tokens of each piece of text, the state before it, and its loss."""
     def ours(key):
         return [{name: entry.get(key, []) for name, entry in piece.items()} for piece in pieces]
 
@@ -107,8 +114,9 @@ def hold_reading(found, title, pieces, expected, unit):
         found.close(f"{title}, {numbers}", ours(key), theirs(key), TOLERANCE, BECAUSE, unit)
 
 
-def hold_speed(found, recording, metrics, n_epochs, args):
-    """The steps per second that the run reports, by the clock of a trainer; its round trips."""
+def hold_speed(found: Comparison, recording: dict, metrics: dict, n_epochs: int,
+               args: Namespace) -> None:
+    """Hold the reported steps per second, by the clock of a trainer, and its round trips."""
     spans = [entry["span"] for entry in recording["entries"] if "span" in entry]
     of_epoch = max(1, len(spans) // n_epochs)
     epochs = [spans[i : i + of_epoch] for i in range(0, len(spans), of_epoch)]
@@ -123,8 +131,9 @@ def hold_speed(found, recording, metrics, n_epochs, args):
                 f"{counted} RPCs of a step, {expected} expected")
 
 
-def hold_metrics(found, metrics, alone, language, args):
-    """What else the run reports."""
+def hold_metrics(found: Comparison, metrics: dict, alone: dict, language: Language,
+                 args: Namespace) -> None:
+    """Hold what else the run reports."""
     expected, once = alone["metrics"], ("initial_val_loss", "perplexity")
     found.close("metrics, losses of the epochs", metrics["epochs"], expected["epochs"], TOLERANCE,
                 BECAUSE, "epoch")
@@ -136,8 +145,9 @@ def hold_metrics(found, metrics, alone, language, args):
         hold_floors(found, metrics, language, args)
 
 
-def hold_text(found, sample, expected, language, args):
-    """The corpus, and a text from the model."""
+def hold_text(found: Comparison, sample: str, expected: list[int], language: Language,
+              args: Namespace) -> None:
+    """Hold the corpus, and a text from the model."""
     tokens = [*language.train.tolist(), *language.val.tolist()]
     text = "".join(language.vocabulary[token] for token in tokens)
     found.holds("text", text == args.corpus.read_text(encoding="utf-8"),
@@ -147,8 +157,8 @@ def hold_text(found, sample, expected, language, args):
                 [expected], "drawn from seeded generators", "text")
 
 
-def hold_floors(found, metrics, language, args):
-    """The entropies of the synthetic language, counted in its tokens."""
+def hold_floors(found: Comparison, metrics: dict, language: Language, args: Namespace) -> None:
+    """Hold the entropies of the synthetic language against its tokens."""
     train, chain = language.train, torch.from_numpy(MarkovChain(args.seed).next_token)
     surprise = -chain[train[:-2], train[1:-1], train[2:]].log().mean().item()
     pairs = torch.zeros(10, 10).index_put((train[:-1], train[1:]), torch.tensor(1.0),

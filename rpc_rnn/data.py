@@ -1,7 +1,9 @@
 """What is learned: a synthetic Markov language of known entropy, or any text. No RPC here."""
 
 import math
+from argparse import Namespace
 from bisect import bisect
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +18,7 @@ VAL_SHARE = 0.1  # of a text
 
 
 class Language(NamedTuple):
-    """Tokens to learn from: two LongTensors of one dimension, and what is known of their source."""
+    """Holds tokens, two LongTensors of one dimension, and what is known of their source."""
 
     train: torch.Tensor
     val: torch.Tensor
@@ -27,7 +29,7 @@ class Language(NamedTuple):
 
 
 class MarkovChain:
-    """A language in which the last two tokens decide how likely each next one is.
+    """Makes a language in which the last two tokens decide how likely each next one is.
 
     That is enough to ask for a model that remembers.
 
@@ -36,13 +38,13 @@ class MarkovChain:
         ntoken: how many tokens there are.
     """
 
-    def __init__(self, seed, ntoken=NTOKEN):
+    def __init__(self, seed: int, ntoken: int = NTOKEN) -> None:
         # next_token[a, b, c]: how likely c is after a, b
         self.next_token = np.random.default_rng(seed).dirichlet(
             [CONCENTRATION] * ntoken, size=(ntoken, ntoken))
 
-    def pairs(self):
-        """How often each pair of tokens comes in the long run: shape (ntoken, ntoken), in all 1."""
+    def pairs(self) -> np.ndarray:
+        """Return the share of each pair of tokens in the long run: (ntoken, ntoken), in all 1."""
         n = len(self.next_token)
         # From pair (a, b) the chain goes to pair (b, c). In the long run, a step changes nothing:
         # pairs @ step = pairs.
@@ -51,17 +53,17 @@ class MarkovChain:
         pairs, *_ = np.linalg.lstsq(equations, np.append(np.zeros(n * n), 1), rcond=None)
         return pairs.reshape(n, n)
 
-    def entropy_rate(self):
-        """The entropy of the next token given all before it, in nats: no loss can be smaller."""
+    def entropy_rate(self) -> float:
+        """Return the entropy of a token given all before it, in nats: no loss can be smaller."""
         return float((self.pairs() * entropy(self.next_token)).sum())
 
-    def entropy_without_memory(self):
-        """The entropy of the next token given only the last one."""
+    def entropy_without_memory(self) -> float:
+        """Return the entropy of a token given only the one before it, in nats."""
         pairs = self.pairs()
         return float(entropy(pairs.reshape(-1)) - entropy(pairs.sum(axis=0)))
 
-    def draw(self, n_tokens, seed):
-        """A sample of the language."""
+    def draw(self, n_tokens: int, seed: int) -> torch.Tensor:
+        """Draw tokens of the language: a LongTensor (n_tokens,)."""
         cumulated = self.next_token.cumsum(axis=-1)
         cumulated[..., -1] = 1  # rounding may have left it a little below
         cumulated, tokens, a, b = cumulated.tolist(), [], 0, 0
@@ -71,13 +73,13 @@ class MarkovChain:
         return torch.tensor(tokens)
 
 
-def entropy(probabilities):
-    """In nats, over the last axis."""
+def entropy(probabilities: np.ndarray) -> np.ndarray:
+    """Return the entropy in nats, over the last axis."""
     return -(probabilities * np.log(np.maximum(probabilities, np.finfo(float).tiny))).sum(axis=-1)
 
 
-def load_language(args):
-    """The language of `--corpus`, or the synthetic one, the same on every trainer.
+def load_language(args: Namespace) -> Language:
+    """Load the language of `--corpus`, or make the synthetic one, the same on every trainer.
 
     Raises:
         OSError, UnicodeDecodeError, ValueError: if the corpus cannot be read, or is no text.
@@ -98,8 +100,14 @@ def load_language(args):
     return Language(train, val, len(vocabulary), None, None, vocabulary)
 
 
-def columns(tokens, batch_size, trainer, n_trainers):
-    """The columns of one trainer: the tokens, cut into columns that are read side by side.
+def columns(tokens: torch.Tensor, batch_size: int, trainer: int, n_trainers: int) -> torch.Tensor:
+    """Cut tokens into columns that are read side by side, and return those of one trainer.
+
+    Args:
+        tokens: one after the other.
+        batch_size: columns of a trainer.
+        trainer: from 0.
+        n_trainers: among whom the columns are divided.
 
     Returns:
         A LongTensor (length, batch_size). The last few tokens, which fill no row of the columns of
@@ -111,7 +119,7 @@ def columns(tokens, batch_size, trainer, n_trainers):
     return table[trainer * batch_size : (trainer + 1) * batch_size].t().contiguous()
 
 
-def get_next_batch(table, bptt):
+def get_next_batch(table: torch.Tensor, bptt: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield inputs and targets, each (at most `bptt`, batch_size).
 
     The target of a token is the next one of its column.
@@ -122,8 +130,8 @@ def get_next_batch(table, bptt):
         yield table[start:end], table[start + 1 : end + 1]
 
 
-def require_inputs(args):
-    """Before any process starts: refuse what does not fit, of the corpus and the sizes.
+def require_inputs(args: Namespace) -> Language | None:
+    """Refuse, before any process starts, a corpus and sizes that do not fit.
 
     Returns:
         The language; None where only the server starts, which needs none of it.
@@ -138,8 +146,8 @@ def require_inputs(args):
     return language
 
 
-def require_language(args):
-    """The language, if it can be read and fills the columns of all trainers; else refuse it."""
+def require_language(args: Namespace) -> Language:
+    """Return the language; refuse one that cannot be read or does not fill all columns."""
     n_trainers, speaker = args.world_size - 1, first_trainer_here(args)
     n_columns = args.batch_size * n_trainers
     # An input and a target in each column, also of the validation part.
@@ -166,7 +174,7 @@ def require_language(args):
     return language
 
 
-def require_model(language, args):
+def require_model(language: Language, args: Namespace) -> None:
     """Refuse sizes with which the model does not fit into this machine."""
     weights = 2 if cli.on_cpu(args) else 1  # on a CPU, with their gradients
     tables = language.ntoken * (args.ninp + args.nhid)
@@ -182,11 +190,11 @@ def require_model(language, args):
                        of_server + n_trainers_here(args) * of_trainer, first_trainer_here(args))
 
 
-def n_trainers_here(args):
-    """How many trainers this command starts; under torchrun, how many this machine has."""
+def n_trainers_here(args: Namespace) -> int:
+    """Count the trainers that this command starts; under torchrun, those of this machine."""
     return sum(rank > 0 for rank in cli.ranks_here(args))
 
 
-def first_trainer_here(args):
-    """The rank of the first one: under torchrun, it says what is refused."""
+def first_trainer_here(args: Namespace) -> int:
+    """Return the rank of the first one: under torchrun, it prints what is refused."""
     return max(1, cli.ranks_here(args)[0])

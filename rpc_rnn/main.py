@@ -50,22 +50,22 @@ def role_name(rank: int, world_size: int) -> str:
 
 
 class Part(nn.Module):
-    """A part of the model that lives on the server, where the trainer calls its methods."""
+    """Stands on the server, as a part of the model whose methods the trainer calls."""
 
     def parameter_rrefs(self) -> list[rpc.RRef]:
-        """See `_parameter_rrefs`."""
+        """Return an RRef for each parameter of this part."""
         return _parameter_rrefs(self)
 
     def set_mode(self, training: bool, seed: int) -> None:
-        """See `RNNModel.set_mode`; unlike `train()`, it returns no module, which would travel."""
+        """Do as `RNNModel.set_mode`; unlike `train()`, return no module, which would travel."""
         torch.manual_seed(seed)
         self.train(training)
 
 
 class EmbeddingTable(Part):
-    """Encoding layer of the RNNModel: tokens (T, B) to embeddings (T, B, ninp)."""
+    """Encodes for the RNNModel: tokens (T, B) to embeddings (T, B, ninp)."""
 
-    def __init__(self, ntoken: int, ninp: int, dropout: float, seed: int, device: str):
+    def __init__(self, ntoken: int, ninp: int, dropout: float, seed: int, device: str) -> None:
         super().__init__()
         self.drop = nn.Dropout(dropout)
         self.encoder = nn.Embedding(ntoken, ninp)
@@ -80,9 +80,9 @@ class EmbeddingTable(Part):
 
 
 class Decoder(Part):
-    """Decoding layer of the RNNModel: states (T, B, nhid) to scores (T, B, ntoken)."""
+    """Decodes for the RNNModel: states (T, B, nhid) to scores (T, B, ntoken)."""
 
-    def __init__(self, ntoken: int, nhid: int, dropout: float, seed: int, device: str):
+    def __init__(self, ntoken: int, nhid: int, dropout: float, seed: int, device: str) -> None:
         super().__init__()
         self.drop = nn.Dropout(dropout)
         self.decoder = nn.Linear(nhid, ntoken)
@@ -92,15 +92,15 @@ class Decoder(Part):
         self.to(self.device)
 
     def forward(self, output: torch.Tensor) -> torch.Tensor:
-        """Decode states, like `EmbeddingTable.forward`."""
+        """Decode states; they come and go as in `EmbeddingTable.forward`."""
         return self.decoder(self.drop(output.to(self.device))).cpu()
 
 
 class RNNModel(nn.Module):
-    """A language model on two processes: RPC stands where two GPUs have `Tensor.to(device)`."""
+    """Joins both processes to one model: RPC stands where two GPUs have `Tensor.to(device)`."""
 
     def __init__(self, ps: str, ntoken: int, ninp: int, nhid: int, nlayers: int,
-                 dropout: float = 0.5, seed: int = 0, device: str = "auto"):
+                 dropout: float = 0.5, seed: int = 0, device: str = "auto") -> None:
         super().__init__()
         self.nlayers, self.nhid, self.device = nlayers, nhid, device_for(device)
         # Set up the embedding table remotely. The seeds differ, or all parts would draw alike.
@@ -114,7 +114,8 @@ class RNNModel(nn.Module):
         self.decoder_rref = rpc.remote(
             ps, Decoder, args=(ntoken, nhid, dropout, 3 * seed + 2, device))
 
-    def forward(self, input: torch.Tensor, hidden: tuple) -> tuple[torch.Tensor, tuple]:
+    def forward(self, input: torch.Tensor, hidden: tuple[torch.Tensor, torch.Tensor],
+                ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Turn tokens (T, B) and a state into scores (T, B, ntoken) and the next state."""
         emb = self.look_up(input)
         output, hidden = self.rnn(emb.to(self.device), hidden)
@@ -160,9 +161,10 @@ def _parameter_rrefs(module: nn.Module) -> list[rpc.RRef]:
     return [rpc.RRef(param) for param in module.parameters()]
 
 
-def run_trainer(rank: int, world_size: int, args: Namespace, model_class: type = RNNModel,
+def run_trainer(rank: int, world_size: int, args: Namespace,
+                model_class: type[RNNModel] = RNNModel,
                 get_next_batch: Callable = get_next_batch) -> dict | None:
-    """Train; the first trainer returns the metrics."""
+    """Train; the first trainer returns the metrics, all others None."""
     language = load_language(args)
     # Each trainer reads columns of its own; here there is one trainer, which reads all.
     train_table, val_table = (columns(tokens, args.batch_size, rank - 1, world_size - 1)
@@ -174,7 +176,8 @@ def run_trainer(rank: int, world_size: int, args: Namespace, model_class: type =
     epochs, initial_val_loss = (
         saving.restore(model, opt, rank, args) if args.resume
         else ([], results.evaluate(model, criterion, val_table, args.bptt)))
-    history = results.History(args, train_table, epochs, initial_val_loss, show=rank == 1)
+    history = results.History(args, train_table, epochs, initial_val_loss,
+                              role_name(rank, world_size), show=rank == 1)
     for epoch in range(len(epochs), args.epochs):
         # A seed for the dropout of each epoch: a resumed training goes on as if never stopped.
         model.set_mode(training=True, seed=1_000_000 * args.seed + 1000 * epoch + 2 * rank)
@@ -196,13 +199,13 @@ def run_trainer(rank: int, world_size: int, args: Namespace, model_class: type =
             history.add(loss, len(data))
         history.end_epoch(results.evaluate(model, criterion, val_table, args.bptt))
         if rank == 1:
-            results.log_epoch(role_name(rank, world_size), history)
+            history.log_epoch()
             saving.save(model, opt, history, language, args)
     return results.summary(history, model, language, args) if rank == 1 else None
 
 
 def run_worker(rank: int, world_size: int, args: Namespace, *how) -> dict | None:
-    """Rank 0 serves, the other trains and returns the metrics; `how`: see `run_trainer`."""
+    """Serve on rank 0; elsewhere train, and return the metrics. `how`: see `run_trainer`."""
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args, RPC_THREADS))
     # The server has nothing to do here: it answers the trainer's calls until that has finished.
@@ -234,7 +237,7 @@ def build_parser(example: str = "rpc_rnn", description: str = __doc__) -> Parser
 
 
 def require_one_trainer(args: Namespace) -> None:
-    """Refuse more than one.
+    """Refuse more trainers than one.
 
     Raises:
         SystemExit: 2 after one line.

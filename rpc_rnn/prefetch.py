@@ -57,13 +57,14 @@ from rpc_rnn.saving import OPTIMIZERS_WITH_STATE, require_checkpoint
 
 
 class PrefetchingModel(tutorial.RNNModel):
-    """The model, whose embeddings come with the answer to the step before."""
+    """Gets its embeddings with the answer to the step before."""
 
     embeddings = None  # of the piece that is read next
     next_tokens = None  # those of the piece after that, of the one text that this trainer reads
 
     @classmethod
-    def get_next_batch(cls, table: torch.Tensor, bptt: int) -> Iterator:
+    def get_next_batch(cls, table: torch.Tensor,
+                       bptt: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield pieces of text, and remember for the step what follows; nothing after the last."""
         pieces = itertools.chain(data.get_next_batch(table, bptt), [(None, None)])
         for piece, (cls.next_tokens, _) in itertools.pairwise(pieces):
@@ -86,19 +87,19 @@ class PrefetchingModel(tutorial.RNNModel):
 
 
 class PrefetchingOptimizer(DistributedOptimizer):
-    """An optimizer whose step also looks up what the model reads next.
+    """Steps, and looks up what the model reads next.
 
     Args:
-        model: the `PrefetchingModel` of the only trainer.
+        model: the `PrefetchingModel` of the one trainer.
         others: as for `DistributedOptimizer`.
     """
 
-    def __init__(self, model: PrefetchingModel, *others, **options):
+    def __init__(self, model: PrefetchingModel, *others, **options) -> None:
         super().__init__(*others, **options)
         self.model = model
 
     def step(self, context_id: int) -> None:
-        """Every owner of parameters steps, and the server looks up the next piece."""
+        """Let every owner of parameters step, and the server look up the next piece."""
         model, (server, here) = self.model, self.remote_optimizers
         gradient = dist_autograd.get_gradients(context_id)[model.embeddings]
         future = rpc.rpc_async(server.owner(), step_and_look_up, args=(
@@ -108,7 +109,7 @@ class PrefetchingOptimizer(DistributedOptimizer):
 
 
 def look_up(table_rref: rpc.RRef, tokens: torch.Tensor) -> torch.Tensor:
-    """On the server: embeddings without their graph, which stays until their gradient comes."""
+    """Return, on the server, embeddings without their graph, which waits for their gradient."""
     table = table_rref.local_value()
     table.embeddings = table(tokens)
     return table.embeddings.detach()
@@ -117,7 +118,7 @@ def look_up(table_rref: rpc.RRef, tokens: torch.Tensor) -> torch.Tensor:
 def step_and_look_up(table_rref: rpc.RRef, optimizer_rref: rpc.RRef, context_id: int,
                      gradient: torch.Tensor,
                      next_tokens: torch.Tensor | None) -> torch.Tensor | None:
-    """On the server: the end of one step and the beginning of the next.
+    """End one step and begin the next, on the server.
 
     Args:
         table_rref: the `EmbeddingTable`, with the embeddings of this step.
@@ -137,7 +138,7 @@ def step_and_look_up(table_rref: rpc.RRef, optimizer_rref: rpc.RRef, context_id:
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Rank 0 serves, the other trains and returns the metrics."""
+    """Serve on rank 0; on the other one train, and return the metrics."""
     return tutorial.run_worker(rank, world_size, args, PrefetchingModel,
                                PrefetchingModel.get_next_batch)
 

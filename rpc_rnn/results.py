@@ -2,15 +2,18 @@
 
 import math
 import time
+from argparse import Namespace
 
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from common import picture, report
 from common.report import NotFiniteError
+from torch import nn
 from torch.distributed import rpc
+from torch.distributed.optim import DistributedOptimizer
 
-from rpc_rnn.data import get_next_batch
+from rpc_rnn.data import Language, get_next_batch
 
 SAMPLE_LENGTH = 200  # characters of generated text
 LARGEST_LOSS = 700  # nats: e to the power of more is no float any more
@@ -28,7 +31,7 @@ WORDS = {
 }
 
 
-# What a timeline shows (common/tracing.py): the parts compute, the trainer waits for some of it.
+# What a timeline shows (common/tracing): the parts compute, the trainer waits for some of it.
 SPANS = {
     "rpc_rnn.main:EmbeddingTable.forward": ["forward", "backward"],
     "torch.nn:LSTM.forward": ["forward", "backward"],
@@ -42,27 +45,29 @@ SPANS = {
 
 
 class History:
-    """What is reported of a training: the losses of its epochs, its time, its round trips.
+    """Keeps what is reported of a training: losses of its epochs, its time, its round trips.
 
     Args:
         args: the parsed flags.
         table: the tokens of this trainer's columns.
         epochs: `{"loss", "val_loss"}` of each epoch so far, in nats per token.
         initial_val_loss: the loss of the validation tokens before the first step.
+        role: of this trainer, for the printed lines.
         show: whether this trainer has the bar.
     """
 
-    def __init__(self, args, table, epochs, initial_val_loss, show):
-        self.epochs, self.initial_val_loss = [*epochs], initial_val_loss
+    def __init__(self, args: Namespace, table: torch.Tensor, epochs: list[dict[str, float]],
+                 initial_val_loss: float, role: str, show: bool) -> None:
+        self.epochs, self.initial_val_loss, self.role = [*epochs], initial_val_loss, role
         self.steps, self.train_s, self.round_trips = 0, 0.0, None
         n_steps = math.ceil((len(table) - 1) / args.bptt)  # of an epoch
-        self.bar = report.progress(args.epochs * n_steps, "step", len(epochs) * n_steps, show)
+        self.bar = report.progress(args.epochs * n_steps, "step", len(epochs) * n_steps, show, role)
 
-    def begin_epoch(self):
-        """Begin to count its time."""
+    def begin_epoch(self) -> None:
+        """Begin to count the time of an epoch."""
         self.losses, self.began = [], time.perf_counter()
 
-    def count_round_trips(self, context_id, opt):
+    def count_round_trips(self, context_id: int, opt: DistributedOptimizer) -> None:
         """Count the RPCs of a step by what they leave in its context, before it ends."""
         context = dist_autograd._retrieve_context(context_id)  # torch has no public name for it
         sent, received = len(context._send_functions()), len(context._recv_functions())
@@ -74,7 +79,7 @@ class History:
         release = len(set(context._known_worker_ids()) - {rpc.get_worker_info().id})
         self.round_trips = forward + backward + average + step + release
 
-    def add(self, loss, rows):
+    def add(self, loss: torch.Tensor, rows: int) -> None:
         """Add the mean loss of a step that has read so many rows of tokens.
 
         Raises:
@@ -85,15 +90,20 @@ class History:
         self.ended = time.perf_counter()
         self.bar.update()
 
-    def end_epoch(self, val_loss):
+    def end_epoch(self, val_loss: float) -> None:
         """Add the epoch, with the loss of the validation tokens after it."""
         self.epochs.append({"loss": mean_loss(self.losses), "val_loss": val_loss})
         self.steps += len(self.losses)
         self.train_s += self.ended - self.began  # without the validation
 
+    def log_epoch(self) -> None:
+        """Print the line of the last epoch."""
+        text = "epoch {}  loss {loss:.3f}  validation loss {val_loss:.3f}"
+        report.log(self.role, text.format(len(self.epochs), **self.epochs[-1]))
 
-def mean_loss(losses):
-    """The mean loss of a token, over all trainers.
+
+def mean_loss(losses: list[tuple[float, int]]) -> float:
+    """Return the mean loss of a token, over all trainers.
 
     Args:
         losses: (mean loss, how many rows of tokens it stands for) of each piece of text.
@@ -107,11 +117,11 @@ def mean_loss(losses):
     return sum(of_trainers) / len(of_trainers)  # each stands for equally many tokens
 
 
-def evaluate(model, criterion, table, bptt):
-    """The mean loss of a token without dropout, over the columns of all trainers.
+def evaluate(model: nn.Module, criterion: nn.Module, table: torch.Tensor, bptt: int) -> float:
+    """Return the mean loss of a token without dropout, over the columns of all trainers.
 
     Args:
-        model, criterion: as in the training.
+        model, criterion: as in the training: an `RNNModel`, and a loss of scores and targets.
         table: the tokens of this trainer's columns: shape (length, batch_size).
         bptt: how many rows are read at a time.
     """
@@ -125,8 +135,8 @@ def evaluate(model, criterion, table, bptt):
     return mean_loss(losses)
 
 
-def generate(model, language, seed):
-    """A text: each character is drawn as likely as the model says, then read as the next input."""
+def generate(model: nn.Module, language: Language, seed: int) -> str:
+    """Write a text: draw each character by the model's probabilities, then read it as input."""
     model.set_mode(training=False, seed=seed)
     hidden, token, sample = model.init_hidden(batch_size=1), language.val[:1].view(1, 1), []
     with torch.no_grad():
@@ -137,18 +147,12 @@ def generate(model, language, seed):
     return "".join(sample)
 
 
-def log_epoch(role, history):
-    """Print the line of the last epoch."""
-    text = "epoch {}  loss {loss:.3f}  validation loss {val_loss:.3f}"
-    report.log(role, text.format(len(history.epochs), **history.epochs[-1]))
-
-
-def summary(history, model, language, args):
-    """The metrics of a training; with `--corpus`, beside them "sample", a text of the model.
+def summary(history: History, model: nn.Module, language: Language, args: Namespace) -> dict:
+    """Return the metrics of a training; with `--corpus`, also "sample", a text of the model.
 
     Args:
         history: what has happened.
-        model: what has been trained.
+        model: the `RNNModel` that has been trained.
         language: what was learned.
         args: the parsed flags.
 
@@ -172,8 +176,8 @@ def summary(history, model, language, args):
 # --- what the user sees
 
 
-def finish(metrics, args):
-    """Write metrics.json, draw `loss.png`, print the last line; the whole metrics."""
+def finish(metrics: dict, args: Namespace) -> dict:
+    """Write metrics.json, draw `loss.png`, print the last line; return the whole metrics."""
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot([metrics], args)
     if "sample" in metrics:
@@ -188,7 +192,7 @@ def finish(metrics, args):
     return metrics
 
 
-def plot(runs, args):
+def plot(runs: list[dict], args: Namespace) -> None:
     """Draw `loss.png`, from the metrics of one or several runs."""
     words = {language: {**texts, "title": texts["title" if args.corpus else "synthetic"]}
              for language, texts in WORDS.items()}

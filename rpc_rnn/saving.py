@@ -1,6 +1,7 @@
 """Checkpoints of a model and optimizers that are spread over processes: save, refuse, restore."""
 
 import io
+from argparse import Namespace
 
 import torch
 import torch.distributed as dist
@@ -8,10 +9,14 @@ from common import checkpoint
 from common.cli import given, refuse
 from torch import nn, optim
 from torch.distributed import rpc
+from torch.distributed.optim import DistributedOptimizer
+
+from rpc_rnn.data import Language
+from rpc_rnn.results import History
 
 
 class SGD(optim.SGD):
-    """An SGD that `DistributedOptimizer` does not know.
+    """Steps as torch's, but `DistributedOptimizer` does not know it.
 
     What it knows it compiles to TorchScript, which takes a tenth off the time of a step; but then
     nobody can fetch the optimizer's state. Of a class that it does not know it makes ordinary
@@ -20,40 +25,41 @@ class SGD(optim.SGD):
 
 
 class Adam(optim.Adam):
-    """See `SGD`."""
+    """Steps as torch's; see `SGD`."""
 
 
-PARTS = ("emb_table", "rnn", "decoder")  # the first word of a weight's name
+PARTS = ("emb_table", "rnn", "decoder")  # how the names of their weights begin
 OPTIMIZERS = {"sgd": optim.SGD, "adam": optim.Adam}
 OPTIMIZERS_WITH_STATE = {"sgd": SGD, "adam": Adam}
 
 
-def optimizer_class(args):
-    """What `--optimizer` names; with `--checkpoint`, one whose state can be fetched."""
+def optimizer_class(args: Namespace) -> type[optim.Optimizer]:
+    """Return what `--optimizer` names; with `--checkpoint`, one whose state can be fetched."""
     return (OPTIMIZERS_WITH_STATE if args.checkpoint else OPTIMIZERS)[args.optimizer]
 
 
 class LocalRNNModel(nn.Module):
-    """The whole model in one process, without RPC: it loads the "model" of a checkpoint.
+    """Holds the whole model in one process, without RPC; it loads the "model" of a checkpoint.
 
     Args:
         ntoken, ninp, nhid, nlayers: the sizes, as `RNNModel` has them.
     """
 
-    def __init__(self, ntoken, ninp, nhid, nlayers):
+    def __init__(self, ntoken: int, ninp: int, nhid: int, nlayers: int) -> None:
         super().__init__()
         self.emb_table = nn.ModuleDict({"encoder": nn.Embedding(ntoken, ninp)})
         self.rnn = nn.LSTM(ninp, nhid, nlayers)
         self.decoder = nn.ModuleDict({"decoder": nn.Linear(nhid, ntoken)})
 
-    def forward(self, input, hidden=None):
-        """Tokens (T, B) and a state to scores (T, B, ntoken) and the next state; no dropout."""
+    def forward(self, input: torch.Tensor, hidden: tuple[torch.Tensor, torch.Tensor] | None = None,
+                ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Turn tokens (T, B) and a state into scores (T, B, ntoken) and the next; no dropout."""
         output, hidden = self.rnn(self.emb_table["encoder"](input), hidden)
         return self.decoder["decoder"](output), hidden
 
 
-def weights(model):
-    """All parameters of an `RNNModel`, from wherever they are, by their name in `LocalRNNModel`."""
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Fetch all parameters of an `RNNModel` from where they are, named as in `LocalRNNModel`."""
     table, decoder = model.emb_table_rref, model.decoder_rref
     parts = {"emb_table": rpc.rpc_sync(table.owner(), _weights_of, args=(table,)),
              "rnn": _on_cpu(_lstm(model).state_dict()),
@@ -61,8 +67,8 @@ def weights(model):
     return {f"{part}.{name}": tensor for part in PARTS for name, tensor in parts[part].items()}
 
 
-def require_checkpoint(args, language):
-    """Before any process starts: refuse a checkpoint from which `args` cannot go on.
+def require_checkpoint(args: Namespace, language: Language | None) -> None:
+    """Refuse, before any process starts, a checkpoint from which `args` cannot go on.
 
     Args:
         args: the parsed flags.
@@ -94,8 +100,9 @@ def require_checkpoint(args, language):
                "has so many behind it", rank=1)
 
 
-def save(model, opt, history, language, args):
-    """With `--checkpoint`, write the model and the optimizers' states, from wherever they are."""
+def save(model: nn.Module, opt: DistributedOptimizer, history: History, language: Language,
+         args: Namespace) -> None:
+    """Write, with `--checkpoint`, the model and the optimizers' states, from where they are."""
     if not args.checkpoint:
         return
     states = [rpc.rpc_sync(local.owner(), _optimizer_state, args=(local,))
@@ -105,8 +112,9 @@ def save(model, opt, history, language, args):
         "initial_val_loss": history.initial_val_loss, "vocabulary": language.vocabulary})
 
 
-def restore(model, opt, rank, args):
-    """Put a checkpoint back to where its parts belong; the epochs so far, the loss before them."""
+def restore(model: nn.Module, opt: DistributedOptimizer, rank: int,
+            args: Namespace) -> tuple[list[dict[str, float]], float]:
+    """Put the parts of a checkpoint where they belong; return its epochs, the loss before them."""
     message = [checkpoint.load(args) if rank == 1 else None]
     if dist.is_initialized():
         # The other trainers may be on machines without the file.
@@ -129,44 +137,44 @@ def restore(model, opt, rank, args):
     return state["epochs"], state["initial_val_loss"]
 
 
-def _lstm(model):
-    """The LSTM of an `RNNModel`, without the DDP around it."""
+def _lstm(model: nn.Module) -> nn.LSTM:
+    """Return the LSTM of an `RNNModel`, without the DDP around it."""
     return getattr(model.rnn, "module", model.rnn)
 
 
-def _on_cpu(state_dict):
+def _on_cpu(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in state_dict.items()}
 
 
-def _weights_of(part_rref):
+def _weights_of(part_rref: rpc.RRef) -> dict[str, torch.Tensor]:
     return _on_cpu(part_rref.local_value().state_dict())
 
 
-def _load_weights(part_rref, weights):
+def _load_weights(part_rref: rpc.RRef, weights: dict[str, torch.Tensor]) -> None:
     part_rref.local_value().load_state_dict(weights)
 
 
-def _optimizer_of(state):
-    """Whose state a checkpoint has: "sgd", "adam", or None if it has none."""
+def _optimizer_of(state: dict) -> str | None:
+    """Return whose state a checkpoint has: "sgd", "adam", or None if it has none."""
     if not state.get("optimizers"):
         return None
     return "adam" if "betas" in _unpacked(state["optimizers"][0])["param_groups"][0] else "sgd"
 
 
-def _optimizer_state(optimizer_rref):
-    """Where the optimizer is: its state, as bytes: RPC carries no tensors on a GPU."""
+def _optimizer_state(optimizer_rref: rpc.RRef) -> bytes:
+    """Pack an optimizer's state, where it is, as bytes: RPC carries no tensors on a GPU."""
     buffer = io.BytesIO()
     torch.save(optimizer_rref.local_value().optim.state_dict(), buffer)
     return buffer.getvalue()
 
 
-def _unpacked(saved):
-    """The opposite, on the CPU."""
+def _unpacked(saved: bytes) -> dict:
+    """Unpack such bytes, on the CPU."""
     return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
 
 
-def _load_optimizer_state(optimizer_rref, saved, lr):
-    """Where the optimizer is: go on from that state, with the learning rate of this run."""
+def _load_optimizer_state(optimizer_rref: rpc.RRef, saved: bytes, lr: float) -> None:
+    """Let an optimizer, where it is, go on from that state with the learning rate of this run."""
     optimizer = optimizer_rref.local_value().optim
     optimizer.load_state_dict(_unpacked(saved))
     optimizer.param_groups[0]["lr"] = lr

@@ -44,12 +44,12 @@ from rpc_rnn.main import Decoder, EmbeddingTable, role_name
 from rpc_rnn.results import finish
 from rpc_rnn.saving import optimizer_class, require_checkpoint
 
-_parts = weakref.WeakValueDictionary()  # they live as long as a trainer refers to them
+_parts = weakref.WeakValueDictionary()  # each is there as long as a trainer refers to it
 _parts_lock = threading.Lock()
 
 
-def get_or_create(part_class: type, *args) -> tutorial.Part:
-    """On the server: return the only `part_class`, made for whichever trainer asks first."""
+def get_or_create(part_class: type[tutorial.Part], *args) -> tutorial.Part:
+    """Return the server's one `part_class`, made for whichever trainer asks first."""
     with _parts_lock:
         if part_class not in _parts:
             part = _parts[part_class] = part_class(*args)
@@ -58,10 +58,10 @@ def get_or_create(part_class: type, *args) -> tutorial.Part:
 
 
 class SharedRNNModel(tutorial.RNNModel):
-    """The model of one of several trainers."""
+    """Has an LSTM of its own, and one pair of tables with the models of all other trainers."""
 
     def __init__(self, ps: str, ntoken: int, ninp: int, nhid: int, nlayers: int,
-                 dropout: float = 0.5, seed: int = 0, device: str = "auto"):
+                 dropout: float = 0.5, seed: int = 0, device: str = "auto") -> None:
         nn.Module.__init__(self)  # not RNNModel's: each trainer would make tables of its own
         self.nlayers, self.nhid, self.device = nlayers, nhid, device_for(device)
         self.emb_table_rref = rpc.remote(
@@ -74,7 +74,7 @@ class SharedRNNModel(tutorial.RNNModel):
             ps, get_or_create, args=(Decoder, ntoken, nhid, dropout, 3 * seed + 2, device))
 
     def parameter_rrefs(self) -> list[rpc.RRef]:
-        """Return those of all parameters on the first trainer, elsewhere those of the LSTM."""
+        """Return RRefs of all parameters on the first trainer, elsewhere those of the LSTM."""
         if dist.get_rank() == 0:
             return super().parameter_rrefs()
         return [rpc.RRef(param) for param in self.rnn.parameters()]
@@ -86,14 +86,14 @@ class SharedRNNModel(tutorial.RNNModel):
 
 
 class GlobalBatchOptimizer(DistributedOptimizer):
-    """An optimizer that steps with the average of all trainers.
+    """Steps with the average of all trainers.
 
     Args:
         model: the `SharedRNNModel` of this trainer.
         others: as for `DistributedOptimizer`.
     """
 
-    def __init__(self, model: SharedRNNModel, *others, **options):
+    def __init__(self, model: SharedRNNModel, *others, **options) -> None:
         super().__init__(*others, **options)
         self.model = model
 
@@ -108,7 +108,7 @@ def average_table_gradients(model: SharedRNNModel, context_id: int) -> None:
     """Average, in the first trainer's context, what all backward passes have left on the server.
 
     Args:
-        model: the `RNNModel` of this trainer.
+        model: of this trainer.
         context_id: of this trainer's step.
     """
     mine = torch.tensor([context_id], device=model.device)
@@ -120,8 +120,8 @@ def average_table_gradients(model: SharedRNNModel, context_id: int) -> None:
             rpc.rpc_sync(rref.owner(), _average, args=(rref, context_ids))
 
 
-def _average(part_rref, context_ids):
-    """On the server: for each parameter, into the first context."""
+def _average(part_rref: rpc.RRef, context_ids: list[int]) -> None:
+    """Average the gradients of a part, on the server, into the first context."""
     first, *others = map(dist_autograd.get_gradients, context_ids)
     for param in part_rref.local_value().parameters():
         for other in others:
@@ -130,7 +130,7 @@ def _average(part_rref, context_ids):
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Rank 0 serves; the others train, and the first of them returns the metrics."""
+    """Serve on rank 0; elsewhere train. The first trainer returns the metrics."""
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args, tutorial.RPC_THREADS))
     metrics = None

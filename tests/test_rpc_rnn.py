@@ -14,7 +14,7 @@ from rpc_rnn import main as rpc_rnn
 from rpc_rnn.data import MarkovChain, columns, get_next_batch, load_language
 from rpc_rnn.results import SAMPLE_LENGTH
 from rpc_rnn.saving import LocalRNNModel
-from tests.helpers import ROOT, bad, end, run, running, script, torchrun
+from tests.helpers import ROOT, bad, run, script
 
 MAIN, SEVERAL = "rpc_rnn/main.py", "rpc_rnn/several_trainers.py"
 TEXT = ROOT / "README.ja.md"
@@ -129,38 +129,7 @@ def test_prefetch_computes_what_the_plain_protocol_does(tmp_path):
     assert prefetched["sample"] == plain["sample"]
 
 
-class Plain:
-    """A local optimizer where the distributed one should be."""
-
-    remote_optimizers = ()
-
-    def __init__(self, model):
-        self.optimizer = torch.optim.SGD(model.rnn.parameters(), lr=0.1)
-
-    def step(self, context_id):
-        self.optimizer.step()
-
-
-def with_a_plain_optimizer(rank, world_size, args):
-    rpc_rnn.RNNModel.make_optimizer = lambda model, args: Plain(model)
-    return original_record(rank, world_size, args)
-
-
 original_record = check.record
-
-
-def test_a_plain_optimizer_does_nothing(monkeypatch, capfd, tmp_path):
-    """With distributed autograd the gradients are in the context, not in `.grad`: the step is silent, and no step."""
-    monkeypatch.setattr(check, "record", with_a_plain_optimizer)
-    with pytest.raises(SystemExit) as stop:
-        rpc_rnn.main(["--check", "--output_dir", str(tmp_path)])
-    assert stop.value.code == 1
-    rows = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[check]")]
-    found = {row.split("] ")[1].split(": ")[0]: row for row in rows}
-    for part in ("table", "LSTM", "decoder"):
-        row = found[f"weights after each step, {part}"]
-        assert row.endswith("FAIL")
-        assert "first differs at step 1" in row
 
 
 def test_a_training_that_diverges(capfd, tmp_path):
@@ -178,7 +147,8 @@ def test_a_training_that_diverges(capfd, tmp_path):
 def test_no_perplexity(val_loss):
     """A finite loss may have one that is no float any more."""
     args = parsed(*SHORT)
-    history = results.History(args, range(2), [{"loss": 1.0, "val_loss": val_loss}], 1.0, show=False)
+    history = results.History(args, range(2), [{"loss": 1.0, "val_loss": val_loss}], 1.0, "trainer",
+                              show=False)
     language = load_language(args)
     with pytest.raises(results.NotFiniteError, match="after epoch 1: training has diverged"):
         results.summary(history, None, language, args)
@@ -197,9 +167,10 @@ def test_it_learns(tmp_path):
     assert metrics["rpc_round_trips_per_step"] == 7  # 2 forward, 3 backward, the step, the release of the context
     assert metrics["steps_per_s"] > 0
     lines = result.stdout.splitlines()
-    assert [line.split("  ")[0] for line in lines[:-1]] == [f"[trainer] epoch {epoch}" for epoch in (1, 2, 3)]
-    assert lines[-1].startswith("loss 2.30 -> 1.")
-    assert "(the source's entropy is 1.18)" in lines[-1]
+    of_epochs = [line.split("  ")[0] for line in lines if "] epoch " in line]  # on a busy machine, there are others
+    assert of_epochs == [f"[trainer] epoch {epoch}" for epoch in (1, 2, 3)]
+    assert lines[-2].startswith("loss 2.30 -> 1.")
+    assert "(the source's entropy is 1.18)" in lines[-2]
     width, height = struct.unpack(">II", (tmp_path / "outputs/rpc_rnn/loss.png").read_bytes()[16:24])
     assert min(width, height) > 300
     assert sorted(path.name for path in (tmp_path / "outputs/rpc_rnn").iterdir()) == ["loss.png", "metrics.json"]
@@ -230,31 +201,6 @@ def test_resume_continues_as_if_never_stopped(tmp_path, capfd):
             loss = torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()).item()
             total += loss * len(data) / (len(table) - 1)
     assert total == pytest.approx(resumed["epochs"][-1]["val_loss"], rel=1e-5)
-
-
-# --- how it is started
-
-
-def test_torchrun(tmp_path):
-    """Two trainers: the process group and the RPC world meet at torchrun's store."""
-    with running(torchrun(3, SEVERAL, *SHORT), tmp_path) as process:
-        out, err = end(process, within_s=SLOW_START_S)
-    assert process.returncode == 0, err
-    assert out.count("[trainer1] epoch 1") == out.count("RPC round trips a step") == 1
-    assert json.loads((tmp_path / "outputs/rpc_rnn_several_trainers/metrics.json").read_text())["world_size"] == 3
-
-
-def test_three_terminals(free_port, tmp_path):
-    """The store is the server's, who is not among the trainers; and he needs no text."""
-    place = ["--world_size", 3, "--master_addr", "localhost", "--master_port", free_port]
-    server = script(SEVERAL, *place, "--rank", 0, "--corpus", tmp_path / "not on this machine")
-    with running(server, tmp_path) as ps, running(script(SEVERAL, *place, *SHORT, "--rank", 2), tmp_path) as other:
-        result = run(script(SEVERAL, *place, *SHORT, "--rank", 1), tmp_path)
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.splitlines()[-1].startswith("loss ")
-        for process in (ps, other):
-            assert end(process, within_s=SLOW_START_S) == ("", "")
-            assert process.returncode == 0
 
 
 # --- what can go wrong
