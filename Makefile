@@ -1,7 +1,7 @@
 # make demo    CartPole over RPC, trained until solved (two or three minutes on 2 cores, after the installation)
 # make quick   the tests that one runs after each edit
 # make test    the whole test suite, on the CPU
-# make soak    kills, full disks and mixed runs, again and again; writes docs/reliability.md
+# make soak    kills, full disks, many runs at once, again and again (20 minutes); writes docs/reliability.md
 # make mutants realistic mistakes, one at a time: does --check see them?
 # make learn   the workbook: write a part of a lesson, and its oracle judges it (exercises/README.md)
 # make learn-check  do all exercises fail as shipped, and pass when they are solved?
@@ -23,7 +23,7 @@ test: .venv/ready
 	$(BIN)/python -m pytest
 
 soak: .venv/ready
-	$(BIN)/python -m tests.soak
+	$(BIN)/python -m benchmarks.soak
 
 mutants: .venv/ready
 	$(BIN)/python -m tests.mutants

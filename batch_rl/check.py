@@ -2,7 +2,7 @@
 
 One oracle for all programs of this folder: until_solved.py trains in batches, the others compare
 episodes with and without batches in turns. Episodes are short, and the threshold of a training is
-one that it passes; recording.py says what else is changed.
+one that it passes; recording.py has what else is changed.
 
 With vector environments all draws have their place: one process makes the same ones
 (play_check.py). With lists only in batches; one by one, whoever asks first draws first: there the
@@ -12,6 +12,7 @@ right rate.
 
 import argparse
 import math
+from types import ModuleType
 
 import gymnasium as gym
 import numpy as np
@@ -29,7 +30,7 @@ EPISODES, THRESHOLD = 8, 10.0  # to train: at most, and a running reward that th
 SIGMAS = 6  # two random choices in a billion are further from what is expected
 
 
-def single_process(args, run):
+def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
     """Play and learn in this process, one environment after the other where the order is free.
 
     Args:
@@ -83,7 +84,7 @@ def single_process(args, run):
     return episodes
 
 
-def check(program, args):
+def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
     """Hold a run of a program against one process.
 
     Args:
@@ -108,7 +109,7 @@ def check(program, args):
     return verdict(findings.as_dict())
 
 
-def compare(findings, recorded, args):
+def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> None:
     """Hold what `record` returned against one process."""
     episodes = recorded["episodes"]
     modes = [True, False] * (1 + NUM_EPISODE) if args.timed else [True] * len(episodes)
@@ -151,8 +152,9 @@ def compare(findings, recorded, args):
     hold_times(findings, recorded["run"]["timed"], alone, args)
 
 
-def hold_randomness(findings, run, alone, observers):
-    """Without batches the draws depend on who asks first: hold them as what they are."""
+def hold_randomness(findings: Comparison, run: list[dict], alone: list[dict],
+                    observers: list[str]) -> None:
+    """Hold draws without batches, which depend on who asks first, as what they are: random."""
     masks = torch.tensor([ep["masks"][who] for ep in run for who in ep["masks"]]).flatten(0, -2)
     share, bound = (masks > 0).double().mean().item(), SIGMAS * math.sqrt(0.24 / masks.numel())
     findings.holds("dropout rate", abs(share - 0.4) < bound,
@@ -171,7 +173,8 @@ def hold_randomness(findings, run, alone, observers):
                        f"0 +- {bound:.1f}")
 
 
-def hold_times(findings, timed, alone, args):
+def hold_times(findings: Comparison, timed: dict[str, list], alone: list[dict],
+               args: argparse.Namespace) -> None:
     """Hold the measurements: each in its row, without the warm-up, as steps per second."""
     played = [sum(map(len, (actions for rank in range(1, args.world_size)
                             for actions in ep[f"observer{rank}"]["actions"]))) for ep in alone]
@@ -190,7 +193,8 @@ def hold_times(findings, timed, alone, args):
     findings.close("table", [reported], [middle], 1e-12, "steps / seconds, median", "run")
 
 
-def hold_training(findings, run, alone, args, solved):
+def hold_training(findings: Comparison, run: dict, alone: list[dict], args: argparse.Namespace,
+                  solved: bool) -> None:
     """Hold what metrics.json has of a training.
 
     Args:

@@ -19,25 +19,29 @@ What it costs: twice as many messages for the same states. On the two cores of o
 nothing (0.98 times, docs/results/batch_rl_double.json).
 """
 
+import argparse
+
 import torch
-from common.cli import refuse
+from common.cli import Parser, refuse
 from torch.distributed import rpc
 
 from batch_rl import main as tutorial
 from batch_rl import vector
+from batch_rl.fast import AgentName
 from batch_rl.main import role_name  # noqa: F401  launchers look for it here
 from batch_rl.vector import Environments, VectorAgent
 
 
 class DoubleBufferedObserver(tutorial.Observer):
-    """Own two groups of environments, which play in turns."""
+    """Owns two groups of environments, which play in turns."""
 
-    def __init__(self, args):
+    def __init__(self, args: argparse.Namespace) -> None:
         self.id = rpc.get_worker_info().id - 1
         self.gamma = args.gamma
         self.groups = [Environments(args.envs_per_observer // 2, args.envs) for _ in range(2)]
 
-    def run_episode(self, agent_rref, batch, n_steps, seed):
+    def run_episode(self, agent_rref: AgentName, batch: bool, n_steps: int,
+                    seed: int) -> tuple[torch.Tensor, float]:
         """Play as `VectorObserver.run_episode`; the seed is the first environment's."""
         select_action = VectorAgent.select_action_batch if batch else VectorAgent.select_action
         agent, futures = agent_rref.owner(), []
@@ -61,21 +65,22 @@ class DoubleBufferedAgent(VectorAgent):
 
     n_groups = 2
 
-    def __init__(self, world_size, args, observer_class=DoubleBufferedObserver):
+    def __init__(self, world_size: int, args: argparse.Namespace,
+                 observer_class: type[tutorial.Observer] = DoubleBufferedObserver) -> None:
         super().__init__(world_size, args, observer_class)
 
 
-def run_worker(rank, world_size, args):
+def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Time episodes as main.py does, with double buffering."""
     return tutorial.run_worker(rank, world_size, args, DoubleBufferedAgent)
 
 
-def build_parser():
-    """Make the parser: the flags of vector.py."""
+def build_parser() -> Parser:
+    """Return the parser of this program's flags: those of vector.py."""
     return vector.build_parser("batch_rl_double_buffering", __doc__)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> dict | None:
     """Compare, or `--check`; see main.py."""
     args = build_parser().parse_args(argv)
     if args.envs_per_observer % 2:

@@ -10,6 +10,9 @@ What it wins: an RRef in each request costs about 15% of the environment steps p
     python batch_rl/fast.py --check                    the same numbers as one process?
 """
 
+import argparse
+
+from common.cli import Parser
 from torch.distributed import rpc
 
 from batch_rl import main as tutorial
@@ -21,11 +24,11 @@ _agent = None  # on rank 0, where the requests find it
 class AgentName:
     """Stands for an RRef of the agent, but only its name travels."""
 
-    def owner(self):
+    def owner(self) -> rpc.WorkerInfo:
         """Return the worker that has the agent."""
         return rpc.get_worker_info(AGENT_NAME)
 
-    def local_value(self):
+    def local_value(self) -> tutorial.Agent:
         """Return the agent, on its worker."""
         return _agent
 
@@ -33,7 +36,8 @@ class AgentName:
 class FastAgent(tutorial.Agent):
     """Decides and learns as `Agent`; the observers know it by its name."""
 
-    def __init__(self, world_size, args, observer_class=tutorial.Observer):
+    def __init__(self, world_size: int, args: argparse.Namespace,
+                 observer_class: type[tutorial.Observer] = tutorial.Observer) -> None:
         super().__init__(world_size, args, observer_class)
         self.agent_rref = AgentName()
 
@@ -59,17 +63,17 @@ class FastAgent(tutorial.Agent):
         return set(range(len(self.ob_rrefs))) - set(self.states)
 
 
-def run_worker(rank, world_size, args):
+def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Time episodes as main.py does, with the fast agent."""
     return tutorial.run_worker(rank, world_size, args, FastAgent)
 
 
-def build_parser():
-    """Make the parser: the flags of main.py."""
+def build_parser() -> Parser:
+    """Return the parser of this program's flags: those of main.py."""
     return tutorial.build_parser("batch_rl_fast", __doc__)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> dict | None:
     """Compare, or `--check`; see main.py."""
     return tutorial.compare(run_worker, build_parser().parse_args(argv))
 

@@ -25,8 +25,10 @@ The last line names how many times as many environment steps per second batches 
     until_solved.py       plays and learns in batches until the pole is balanced for long enough
 """
 
+import argparse
 import threading
 import time
+from collections.abc import Callable
 
 import gymnasium as gym
 import torch
@@ -39,7 +41,7 @@ from torch.distributed import rpc
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
-from batch_rl.results import BATCHED, ENV_NAME, SINGLE, env_steps, finish, require_room
+from batch_rl.results import BATCHED, ENV_NAME, SINGLE, Rounds, env_steps, finish, require_room
 
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
@@ -53,9 +55,9 @@ def role_name(rank: int, world_size: int) -> str:
 
 
 class Policy(nn.Module):
-    """Map states (..., 4) to the probabilities (..., 2) of pushing the cart left and right."""
+    """Maps states (..., 4) to the probabilities (..., 2) of pushing the cart left and right."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.affine1 = nn.Linear(4, 128)
         self.dropout = nn.Dropout(p=0.6)
@@ -71,17 +73,17 @@ class Policy(nn.Module):
 
 
 class Observer:
-    """Own K environments and play the episodes that the agent asks for; not on rank 0."""
+    """Owns K environments and plays the episodes that the agent asks for; not on rank 0."""
 
-    def __init__(self, args):
+    def __init__(self, args: argparse.Namespace) -> None:
         self.id = rpc.get_worker_info().id - 1
         self.gamma = args.gamma
         self.envs = [gym.make(ENV_NAME, disable_env_checker=True)
                      for _ in range(args.envs_per_observer)]
 
-    def run_episode(self, agent_rref, batch: bool, n_steps: int,
+    def run_episode(self, agent_rref: rpc.RRef, batch: bool, n_steps: int,
                     seed: int) -> tuple[torch.Tensor, float]:
-        """Play n_steps: their returns (K, n_steps) and the mean length of the first stretches."""
+        """Play n_steps; return their returns (K, n_steps), and the first stretches' mean length."""
         select_action = Agent.select_action_batch if batch else Agent.select_action
         states = [env.reset(seed=seed + k)[0].tolist() for k, env in enumerate(self.envs)]
         rewards, returns = [[] for _ in self.envs], [[] for _ in self.envs]
@@ -113,9 +115,10 @@ class Observer:
 
 
 class Agent:
-    """Decide for all observers and learn from them; on rank 0."""
+    """Decides for all observers and learns from them; on rank 0."""
 
-    def __init__(self, world_size: int, args, observer_class: type[Observer] = Observer):
+    def __init__(self, world_size: int, args: argparse.Namespace,
+                 observer_class: type[Observer] = Observer) -> None:
         self.args = args
         self.device = device_for(args.device)
         torch.manual_seed(args.seed)
@@ -129,13 +132,13 @@ class Agent:
         self.lock = threading.Lock()
 
     def act(self, states: list) -> tuple[list, torch.Tensor]:
-        """Choose actions (...) for states (..., 4), both numbers; also their log-probabilities."""
+        """Choose actions (...) for states (..., 4), both lists; also return their log-probs."""
         m = Categorical(self.policy(torch.tensor(states, device=self.device)))
         actions = m.sample()
         return actions.tolist(), m.log_prob(actions)
 
     @staticmethod
-    def select_action(agent_rref, ob_id, states):
+    def select_action(agent_rref: rpc.RRef, ob_id: int, states: list[list[float]]) -> list[int]:
         """Answer an observer over RPC: K actions for K states, in a forward of their own."""
         self = agent_rref.local_value()
         actions, log_probs = self.act(states)
@@ -144,7 +147,8 @@ class Agent:
 
     @staticmethod
     @rpc.functions.async_execution
-    def select_action_batch(agent_rref, ob_id, states):
+    def select_action_batch(agent_rref: rpc.RRef, ob_id: int,
+                            states: list[list[float]]) -> torch.futures.Future:
         """Answer as `select_action`, with a future: no thread waits for the other observers."""
         self = agent_rref.local_value()
         with self.lock:
@@ -193,7 +197,8 @@ class Agent:
         self.running_reward = 0.5 * ep_reward + 0.5 * self.running_reward
 
 
-def run_worker(rank: int, world_size: int, args, agent_class: type[Agent] = Agent) -> dict | None:
+def run_worker(rank: int, world_size: int, args: argparse.Namespace,
+               agent_class: type[Agent] = Agent) -> dict | None:
     """Time episodes with and without batches, in turns, on rank 0; the others wait for its calls.
 
     Returns:
@@ -204,6 +209,7 @@ def run_worker(rank: int, world_size: int, args, agent_class: type[Agent] = Agen
     metrics = None
     if rank == 0:
         agent = agent_class(world_size, args)
+        rounds = Rounds(world_size - 1, args.num_episode)
         timed = {BATCHED: [], SINGLE: []}
         for episode in range(1 + args.num_episode):
             for mode in (BATCHED, SINGLE):
@@ -214,13 +220,15 @@ def run_worker(rank: int, world_size: int, args, agent_class: type[Agent] = Agen
                 seconds = time.perf_counter() - started
                 if episode > 0:  # the first one is the warm-up
                     timed[mode].append((seconds, env_steps(agent.returns)))
+                rounds.add(mode, episode)
+        rounds.close()
         metrics = {"timed": timed}
     rpc.shutdown()  # waits for everyone: until then, the observers answer the agent's calls
     return metrics
 
 
-def build_parser(example="batch_rl", description=__doc__):
-    """Make the parser of this program's flags, or of a variant's."""
+def build_parser(example: str = "batch_rl", description: str = __doc__) -> Parser:
+    """Return the parser of this program's flags, or of a variant's."""
     parser = Parser(example, description, world_size=None, min_world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--observers", type=bounded(int, at_least=1, at_most=MOST_PROCESSES - 1), nargs="+",
@@ -233,7 +241,7 @@ def build_parser(example="batch_rl", description=__doc__):
     return parser
 
 
-def set_observers(args):
+def set_observers(args: argparse.Namespace) -> None:
     """Make `args.observers` a list, whatever was given; refuse what contradicts `--world_size`."""
     flag = None if args.observers is None else given(args, "observers")
     if args.world_size is not None:  # torchrun's, or of a manual launch: all but the agent observe
@@ -250,8 +258,8 @@ def set_observers(args):
     args.world_size = max(args.observers) + 1
 
 
-def compare(run_worker, args):
-    """Run the experiment with each number of observers, or `--check` it: what `main` returns."""
+def compare(run_worker: Callable[..., dict | None], args: argparse.Namespace) -> dict | None:
+    """Run the experiment with each number of observers, or `--check` it; return as `main`."""
     set_observers(args)
     require_room(args)
     if args.check:
@@ -260,13 +268,16 @@ def compare(run_worker, args):
     for observers in args.observers:  # each starts anew: waiting processes would take time
         args.world_size = observers + 1
         runs[observers] = program.launch(run_worker, args, role_name)
-    metrics = None if None in runs.values() else finish(runs, args)
+    metrics = None
+    if None not in runs.values():
+        metrics = finish(runs, args)
+        print(f"results: {args.output_dir}")
     program.end_at_once(run_worker)
     return metrics
 
 
-def main(argv=None):
-    """Compare, or `--check`; metrics or differences where they are reported, else None."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Compare, or `--check`; return metrics or differences where they are reported, else None."""
     return compare(run_worker, build_parser().parse_args(argv))
 
 

@@ -5,14 +5,20 @@ the same plain CartPoles, one by one, begin where a vector environment would hav
 and rest while it does. Both fill what `new_episode` has made.
 """
 
+import argparse
+
+import gymnasium as gym
 import numpy as np
 import torch
+from torch import nn
 
 N_STEPS = 40  # of an episode
+Envs = dict[tuple[int, int], gym.Env]  # by rank and number
+Episode = dict[tuple[int, int], dict[str, list]]
 
 
-def new_episode(envs):
-    """For each environment the lists that an episode fills: what was seen, chosen and computed.
+def new_episode(envs: Envs) -> Episode:
+    """Make the lists that an episode fills, of each environment: what was seen, chosen, computed.
 
     `rewards` are those of a stretch that is not over.
     """
@@ -20,7 +26,8 @@ def new_episode(envs):
     return {where: {what: [] for what in lists} for where in envs}
 
 
-def one_by_one(envs, layers, args, seeds, batch, run):
+def one_by_one(envs: Envs, layers: tuple[nn.Linear, nn.Linear], args: argparse.Namespace,
+               seeds: dict[int, int], batch: bool, run: dict) -> Episode:
     """Play as main.py does: all environments at each step, in batches with the draws of a forward.
 
     Args:
@@ -42,7 +49,7 @@ def one_by_one(envs, layers, args, seeds, batch, run):
         x = hidden(torch.tensor([[state[rank, k].tolist() for k in range(n_envs)]
                                  for rank in ranks]))
         if batch:
-            x = torch.nn.functional.dropout(x, 0.6)
+            x = nn.functional.dropout(x, 0.6)
         else:
             x = x * torch.tensor([run["masks"][str(rank - 1)][step] for rank in ranks])
             torch.bernoulli(torch.empty_like(x), 0.4)  # as many draws as the requests made
@@ -57,7 +64,8 @@ def one_by_one(envs, layers, args, seeds, batch, run):
     return end_of_episode(episode, args)
 
 
-def as_vector(envs, layers, args, seeds, rng):
+def as_vector(envs: Envs, layers: tuple[nn.Linear, nn.Linear], args: argparse.Namespace,
+              seeds: dict[int, int], rng: np.random.Generator) -> Episode:
     """Play as vector.py does: each group of each observer has its own place in the draws.
 
     Args:
@@ -100,8 +108,9 @@ def as_vector(envs, layers, args, seeds, rng):
     return end_of_episode(episode, args)
 
 
-def take_step(of_env, env, state, p, action, args):
-    """Step an environment in a state, with an action of probabilities p; is the stretch over?"""
+def take_step(of_env: dict[str, list], env: gym.Env, state: np.ndarray, p: torch.Tensor,
+              action: int, args: argparse.Namespace) -> bool:
+    """Step with an action of probabilities p in a state; return whether the stretch is over."""
     of_env["states"].append(state.tolist())
     of_env["actions"].append(action)
     of_env["p_right"].append(p[1].item())
@@ -113,7 +122,7 @@ def take_step(of_env, env, state, p, action, args):
     return fell or out_of_time
 
 
-def end_of_stretch(of_env, fell, args):
+def end_of_stretch(of_env: dict[str, list], fell: bool, args: argparse.Namespace) -> None:
     """Add the returns of its steps by definition: the discounted sum of all that follows."""
     rewards, of_env["rewards"] = of_env["rewards"], []
     n, beyond = len(rewards), 0.0 if fell else rewards[-1] / max(1 - args.gamma, 1 / N_STEPS)
@@ -123,8 +132,8 @@ def end_of_stretch(of_env, fell, args):
     of_env["lengths"].append(n)
 
 
-def end_of_episode(episode, args):
-    """The episode, with the stretches that its end has cut off."""
+def end_of_episode(episode: Episode, args: argparse.Namespace) -> Episode:
+    """Return the episode, with the stretches that its end has cut off."""
     for of_env in episode.values():
         if of_env["rewards"]:
             end_of_stretch(of_env, False, args)

@@ -13,13 +13,15 @@ what lets a short run show every mistake:
   is seen.
 """
 
+import argparse
 import importlib
 import threading
 
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import VectorWrapper
+from common.recorder import Recorder, named_gradients, named_weights
+from gymnasium.vector import VectorEnv, VectorWrapper
 from torch import nn
 from torch.distributed import rpc
 
@@ -39,9 +41,9 @@ _environments = []  # on an observer: all of its own, or all of its vector envir
 
 
 class DistinctRewards(gym.Wrapper):
-    """CartPole with rewards of about 1, others for each environment and each of its steps.
+    """Gives rewards of about 1, others for each environment and each of its steps.
 
-    Its own is always 1: two that are swapped, or counted for another step, would not be seen.
+    CartPole's is always 1: two that are swapped, or counted for another step, would not be seen.
 
     Args:
         env: the CartPole.
@@ -49,40 +51,40 @@ class DistinctRewards(gym.Wrapper):
         k: its number among the environments of that observer, from 0.
     """
 
-    def __init__(self, env, rank, k):
+    def __init__(self, env: gym.Env, rank: int, k: int) -> None:
         super().__init__(env)
         self.rank, self.k, self.steps = rank, k, 0
 
-    def step(self, action):
-        """See gymnasium."""
+    def step(self, action: int) -> tuple:
+        """Step as `gym.Env.step`, with another reward."""
         state, _, *others = super().step(action)
         self.steps += 1
         return state, distinct(self.rank, self.k, self.steps), *others
 
 
-def distinct(rank, k, steps):
-    """The reward of a step, of each one if `k` and `steps` are arrays."""
+def distinct(rank: int, k: int | np.ndarray, steps: int | np.ndarray) -> float | np.ndarray:
+    """Return the reward of a step, of each one if `k` and `steps` are arrays."""
     return 1 + 0.1 * rank + 0.01 * k + 0.0001 * steps
 
 
 class Recorded(gym.Wrapper):
     """Keeps the states and actions of its steps until they are `taken`."""
 
-    def __init__(self, env):
+    def __init__(self, env: gym.Env) -> None:
         super().__init__(env)
         self.clear()
 
-    def clear(self):
+    def clear(self) -> None:
         """Forget what was recorded."""
         self.states, self.actions = [], []
 
-    def reset(self, **options):
-        """See gymnasium."""
+    def reset(self, **options) -> tuple:
+        """Reset as `gym.Env.reset`, and keep the state."""
         self.state, info = super().reset(**options)
         return self.state, info
 
-    def step(self, action):
-        """See gymnasium."""
+    def step(self, action: int) -> tuple:
+        """Step as `gym.Env.step`, and keep the state before and the action."""
         self.states.append(self.state.tolist())
         self.actions.append(action)
         self.state, *others = super().step(action)
@@ -90,29 +92,29 @@ class Recorded(gym.Wrapper):
 
 
 class RecordedVector(VectorWrapper):
-    """`DistinctRewards` and `Recorded` of a vector environment, the first k of which is `first`.
+    """Is `DistinctRewards` and `Recorded` for a vector environment, the first k of it `first`.
 
     Where it resets itself nobody plays: nothing is recorded, and there is no reward.
     """
 
-    def __init__(self, env, rank, first):
+    def __init__(self, env: VectorEnv, rank: int, first: int) -> None:
         super().__init__(env)
         self.rank, self.k = rank, first + np.arange(env.num_envs)
         self.steps = np.zeros(env.num_envs, int)
         self.clear()
 
-    def clear(self):
+    def clear(self) -> None:
         """Forget what was recorded."""
         self.states, self.actions = ([[] for _ in self.k] for _ in range(2))
 
-    def reset(self, **options):
-        """See gymnasium."""
+    def reset(self, **options) -> tuple:
+        """Reset as `VectorEnv.reset`, and keep the states."""
         self.state, info = super().reset(**options)
         self.over = np.zeros(self.num_envs, bool)
         return self.state, info
 
-    def step(self, actions):
-        """See gymnasium."""
+    def step(self, actions: np.ndarray) -> tuple:
+        """Step as `VectorEnv.step`, with other rewards; keep the states before and the actions."""
         plays = ~self.over
         for i in plays.nonzero()[0]:
             self.states[i].append(self.state[i].tolist())
@@ -124,8 +126,8 @@ class RecordedVector(VectorWrapper):
         return self.state, rewards, terminated, truncated, info
 
 
-def taken():
-    """On an observer: the states and actions since the last time, environment by environment."""
+def taken() -> dict[str, list]:
+    """Return, on an observer, states and actions since the last time, for each environment."""
     played = {"states": [], "actions": []}
     for env in _environments:
         vector = isinstance(env, RecordedVector)
@@ -135,7 +137,7 @@ def taken():
     return played
 
 
-def record(rank, world_size, args):
+def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Run `args.program`, recorded.
 
     Returns:
@@ -145,57 +147,97 @@ def record(rank, world_size, args):
         `loss`; `gradients` and `weights` by name; `reward` and `running_reward`. None on observers.
     """
     torch.set_default_dtype(torch.float64)
-    program = importlib.import_module(args.program)
-    if rank > 0:
-        record_environments(rank)
-        program.run_worker(rank, world_size, args)
-        return None
-    episodes = []
-    record_agent(AGENTS[args.program], episodes)
-    if args.timed:
-        # The n-th episode takes n seconds of this clock, which looks at what is done.
-        lesson.time.perf_counter = lambda: sum(range(1, len(episodes) + 1))
-    return {"run": program.run_worker(rank, world_size, args), "episodes": episodes}
+    program, episodes = importlib.import_module(args.program), []
+    with Recorder() as recorder:
+        if rank > 0:
+            record_environments(recorder, rank)
+        else:
+            record_agent(recorder, AGENTS[args.program], episodes)
+            if args.timed:
+                # The n-th episode takes n seconds of this clock, which looks at what is done.
+                recorder.put(lesson.time, "perf_counter", lambda: sum(range(1, len(episodes) + 1)))
+        run = program.run_worker(rank, world_size, args)
+    return {"run": run, "episodes": episodes} if rank == 0 else None
 
 
-def record_environments(rank):
-    """From now on, the environments that this observer makes are recorded."""
-    make, limit = gym.make, {"max_episode_steps": TIME_LIMIT} if rank == 1 else {}
+def record_environments(recorder: Recorder, rank: int) -> None:
+    """Record the environments that this observer makes from now on."""
+    limit = {"max_episode_steps": TIME_LIMIT} if rank == 1 else {}
 
-    def recorded_make(*place, **options):
-        env = DistinctRewards(make(*place, **options, **limit), rank, len(_environments))
+    @recorder.around(gym, "make")
+    def make(original, *place, **options):
+        env = DistinctRewards(original(*place, **options, **limit), rank, len(_environments))
         _environments.append(Recorded(env))
         return _environments[-1]
 
-    def recorded_make_vec(*place, num_envs, **options):
-        env = gym_make_vec(*place, num_envs=num_envs, **options, **limit)
+    @recorder.around(gym, "make_vec")
+    def make_vec(original, *place, **options):
         first = sum(env.num_envs for env in _environments)
+        env = original(*place, **options, **limit)
         _environments.append(RecordedVector(env, rank, first))
         return _environments[-1]
 
-    gym_make_vec, gym.make, gym.make_vec = gym.make_vec, recorded_make, recorded_make_vec
 
-
-def record_agent(agent_class, episodes):
-    """From now on, append to `episodes` what each one was."""
-    run_episode, finish_episode = agent_class.run_episode, agent_class.finish_episode
-    select_action, forward = lesson.Agent.select_action, nn.Dropout.forward
-    pieces, act = vector.Group.pieces, vector.Group.act
-    log_probs, require_finite = agent_class.log_probs, lesson.require_finite
+def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
+                 episodes: list[dict]) -> None:
+    """Append to `episodes` what each one was, from now on."""
     asking, one_more = threading.local(), threading.Lock()  # two RPC threads answer requests
     now = {}
 
-    def recorded_run_episode(agent, batch):
+    @recorder.around(agent_class, "run_episode")
+    def run_episode(original, agent, batch):
         now.clear()
         now.update(batch=batch, masks={}, forwards=0, log_probs=[])
-        ep_reward = run_episode(agent, batch)
+        ep_reward = original(agent, batch)
         for rank in range(1, len(agent.ob_rrefs) + 1):
             now[f"observer{rank}"] = rpc.rpc_sync(f"observer{rank}", taken)
         return ep_reward
 
-    def recorded_finish_episode(agent, batch, ep_reward):
-        finish_episode(agent, batch, ep_reward)
-        named = dict(agent.policy.named_parameters())
+    @recorder.around(lesson.Agent, "select_action")
+    def select_action(original, agent_rref, ob_id, states):
+        asking.ob_id = ob_id
+        return original(agent_rref, ob_id, states)
+
+    @recorder.around(nn.Dropout, "forward")
+    def dropout(original, module, x):
+        """Keep with what it has multiplied, (K, 128) or in batches (observers, K, 128)."""
+        y = original(module, x)
+        who = "all" if now["batch"] else str(asking.ob_id)
+        with one_more:
+            now["forwards"] += 1
+        now["masks"].setdefault(who, []).append((y / x).tolist())
+        return y
+
+    @recorder.around(vector.Group, "act")
+    def act(original, group, *states):
+        with one_more:
+            now["forwards"] += 1
+        return original(group, *states)
+
+    @recorder.around(agent_class, "log_probs")
+    def log_probs(original, agent, batch):
+        now["log_probs"].append(original(agent, batch))
+        return now["log_probs"][-1]
+
+    @recorder.around(vector.Group, "pieces")
+    def pieces(original, group, *of_episode):
+        of_group = []
+        for of_piece, weights in original(group, *of_episode):
+            of_group.append(of_piece.detach())
+            yield of_piece, weights
+        now["log_probs"].append(torch.cat(of_group).permute(1, 2, 0))
+
+    def recorded_loss(require_finite, loss, at):
+        now["loss"] = require_finite(loss, at)
+        return now["loss"]
+
+    for module in (lesson, vector):
+        recorder.around(module, "require_finite")(recorded_loss)
+    recorder.put(vector, "ROWS", ROWS)
+
+    @recorder.around(agent_class, "finish_episode")
+    def finish_episode(original, agent, batch, ep_reward):
+        original(agent, batch, ep_reward)
         returns, now["log_probs"] = agent.returns, torch.cat(now["log_probs"], dim=1)
         of_actions = {  # where a vector environment reset itself there was none
             what: [row[~none].tolist() for of_observer in zip(numbers, returns.isnan(), strict=True)
@@ -203,50 +245,10 @@ def record_agent(agent_class, episodes):
             for what, numbers in (("returns", returns), ("log_probs", now["log_probs"]))}
         episodes.append({
             **now, **of_actions, "reward": ep_reward, "running_reward": agent.running_reward,
-            "gradients": {name: p.grad.tolist() for name, p in named.items()},
-            "weights": {name: p.tolist() for name, p in named.items()}})
+            "gradients": as_lists(named_gradients(agent.policy)),
+            "weights": as_lists(named_weights(agent.policy))})
 
-    def recorded_select_action(agent_rref, ob_id, states):
-        asking.ob_id = ob_id
-        return select_action(agent_rref, ob_id, states)
 
-    def recorded_dropout(module, x):
-        """With what `nn.Dropout` has multiplied, (K, 128) or in batches (observers, K, 128)."""
-        y = forward(module, x)
-        who = "all" if now["batch"] else str(asking.ob_id)
-        with one_more:
-            now["forwards"] += 1
-        now["masks"].setdefault(who, []).append((y / x).tolist())
-        return y
-
-    def recorded_act(group, *states):
-        with one_more:
-            now["forwards"] += 1
-        return act(group, *states)
-
-    def recorded_log_probs(agent, batch):
-        now["log_probs"].append(log_probs(agent, batch))
-        return now["log_probs"][-1]
-
-    def recorded_pieces(group, *of_episode):
-        of_group = []
-        for of_piece, weights in pieces(group, *of_episode):
-            of_group.append(of_piece.detach())
-            yield of_piece, weights
-        now["log_probs"].append(torch.cat(of_group).permute(1, 2, 0))
-
-    def recorded_loss(loss, at):
-        now["loss"] = require_finite(loss, at)
-        return now["loss"]
-
-    agent_class.run_episode = recorded_run_episode
-    agent_class.finish_episode = recorded_finish_episode
-    agent_class.log_probs = recorded_log_probs
-    vector.Group.act, vector.Group.pieces = recorded_act, recorded_pieces
-    vector.ROWS = ROWS
-    lesson.require_finite = vector.require_finite = recorded_loss
-    # Where the observers' requests look it up.
-    lesson.Agent.select_action = staticmethod(recorded_select_action)
-    recorded_select_action.__module__ = lesson.Agent.__module__
-    recorded_select_action.__qualname__ = "Agent.select_action"
-    nn.Dropout.forward = recorded_dropout
+def as_lists(named: dict[str, torch.Tensor]) -> dict[str, list]:
+    """Return tensors by name as what JSON can hold."""
+    return {name: tensor.tolist() for name, tensor in named.items()}

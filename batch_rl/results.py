@@ -1,8 +1,12 @@
 """What a run leaves: the history of a training, the table, the pictures, the last line."""
 
+import argparse
+import math
 import statistics
 import time
+from typing import Protocol
 
+import torch
 from common import cli, picture, report
 
 ENV_NAME = "CartPole-v1"
@@ -29,9 +33,8 @@ WORDS = {
     },
 }
 ENV_BYTES, STEP_BYTES = 4000, 200  # an environment, and what is kept of each of its steps, at least
-
-
-# What a timeline shows (common/tracing.py). Grey between them: waiting for the other side.
+BETWEEN_LINES_S = 1.0  # of a comparison, where there is no bar
+# What a timeline shows (common/tracing). Grey between them: waiting for the other side.
 SPANS = {
     "gymnasium.wrappers:TimeLimit.step": ["env.step"],
     "batch_rl.main:Agent.act": ["select_action"],
@@ -42,39 +45,69 @@ SPANS = {
 }
 
 
-def env_steps(returns):
+def env_steps(returns: torch.Tensor) -> int:
     """Count the steps of an episode that have a return: those in which no environment resets."""
     return int((~returns.isnan()).sum())
 
 
-class History:
-    """Keeps what the training of until_solved.py has reached so far."""
+class Rounds:
+    """Shows the episodes of a comparison: a bar on a terminal, lines elsewhere."""
 
-    def __init__(self, agent, args):
+    def __init__(self, observers: int, num_episode: int) -> None:
+        self.observers, self.num_episode, self.last_line = observers, num_episode, -math.inf
+        self.bar = report.progress(2 * (1 + num_episode), "episode")
+
+    def add(self, mode: str, episode: int) -> None:
+        """Show that an episode is over; number 0 is the warm-up."""
+        which = f"episode {episode} of {self.num_episode}" if episode else "warm-up"
+        text = f"observers {self.observers}  {mode}  {which}"
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update()
+        now = time.monotonic()
+        if self.bar.disable and now - self.last_line > BETWEEN_LINES_S:  # not a terminal
+            self.last_line = now
+            report.log("agent", text)
+
+    def close(self) -> None:
+        """End the bar."""
+        self.bar.close()
+
+
+class Learner(Protocol):
+    """Has what a history records: an agent."""
+
+    running_reward: float
+    returns: torch.Tensor  # of an episode: (observers, K, steps)
+
+
+class History:
+    """Keeps what the training of until_solved.py has reached so far, and shows it."""
+
+    def __init__(self, agent: Learner, args: argparse.Namespace) -> None:
         self.agent, self.args = agent, args
         self.rewards, self.running_rewards, self.env_steps = [], [], 0
         self.started = time.perf_counter()
-        self.bar = report.progress(args.max_episodes, "episode")
+        self.bar = report.progress(args.max_episodes, "episode", role="agent")
 
     @property
-    def episodes(self):
-        """How many there were."""
+    def episodes(self) -> int:
+        """Return how many there were."""
         return len(self.rewards)
 
-    def add(self, ep_reward):
+    def add(self, ep_reward: float) -> None:
         """Record an episode."""
         running_reward = self.agent.running_reward
         self.rewards.append(ep_reward)
         self.running_rewards.append(running_reward)
         self.env_steps += env_steps(self.agent.returns)
         self.bar.set_postfix_str(f"running reward {running_reward:.1f}", refresh=False)
-        self.bar.update()
         if self.bar.disable and self.episodes % self.args.log_interval == 0:  # not a terminal
             report.log("agent", f"episode {self.episodes}  last reward {ep_reward:.1f}  "
                                 f"running reward {running_reward:.1f}")
+        self.bar.update()
 
-    def metrics(self):
-        """Of the whole training, once it is over."""
+    def metrics(self) -> dict:
+        """Return those of the whole training, once it is over."""
         self.bar.close()
         return {"solved": self.agent.running_reward > self.args.reward_threshold,
                 "episodes": self.episodes, "env_steps": self.env_steps,
@@ -82,15 +115,15 @@ class History:
                 "rewards": self.rewards, "running_rewards": self.running_rewards}
 
 
-def require_room(args):
+def require_room(args: argparse.Namespace) -> None:
     """Refuse more environments and steps than the memory of this machine can hold."""
     of_observer = args.envs_per_observer * (ENV_BYTES + args.num_steps * STEP_BYTES)
     observers_here = sum(rank > 0 for rank in cli.ranks_here(args))
     cli.require_memory(args, ["envs_per_observer", "num_steps"], observers_here * of_observer)
 
 
-def finish(runs, args):
-    """Write metrics.json, draw, print the table and the last line; the metrics.
+def finish(runs: dict[int, dict], args: argparse.Namespace) -> dict:
+    """Write metrics.json, draw, print the table and the last line; return the metrics.
 
     Args:
         runs: `{observers: what the run with so many returned}`.
@@ -109,8 +142,8 @@ def finish(runs, args):
     return metrics
 
 
-def finish_training(metrics, args):
-    """Write metrics.json, draw, print the last line of until_solved.py; the metrics."""
+def finish_training(metrics: dict, args: argparse.Namespace) -> dict:
+    """Write metrics.json, draw, print the last line of until_solved.py; return the metrics."""
     metrics = report.save_metrics(args, {**flags_of(args), **metrics}, backend="tensorpipe")
     plot_training(metrics, args)
     solved = "solved" if metrics["solved"] else "not solved"
@@ -120,14 +153,14 @@ def finish_training(metrics, args):
     return metrics
 
 
-def flags_of(args):
+def flags_of(args: argparse.Namespace) -> dict[str, int | str]:
     """Pick the flags that metrics.json keeps: `envs` only where the program has it."""
     return {flag: getattr(args, flag) for flag in ("envs_per_observer", "envs")
             if hasattr(args, flag)}
 
 
-def table_of(args, timed):
-    """Rows and speed-ups, `{"rows": [...], "speedup": {observers: ...}}`.
+def table_of(args: argparse.Namespace, timed: dict[int, dict[str, list]]) -> dict[str, object]:
+    """Compute rows and speed-ups, `{"rows": [...], "speedup": {observers: ...}}`.
 
     Args:
         args: the parsed flags.
@@ -143,7 +176,8 @@ def table_of(args, timed):
     return {"rows": rows, "speedup": speedup}
 
 
-def print_table(args, metrics, timed):
+def print_table(args: argparse.Namespace, metrics: dict,
+                timed: dict[int, dict[str, list]]) -> None:
     """Print the tutorial's table, with speeds."""
     print(f"{args.num_episode} episodes of {args.num_steps} steps, environments of an observer: "
           f"{args.envs_per_observer}; start-up and a warm-up episode excluded")
@@ -157,7 +191,7 @@ def print_table(args, metrics, timed):
               f"{metrics['speedup'][observers]:10.2f}")
 
 
-def plot(runs, args):
+def plot(runs: list[dict], args: argparse.Namespace) -> None:
     """Draw `batch_vs_single.png`, from the metrics of one or several runs."""
     observers = list(dict.fromkeys(row["observers"] for row in runs[0]["rows"]))
     path = args.output_dir / "batch_vs_single.png"
@@ -171,7 +205,7 @@ def plot(runs, args):
         axes.set_ylim(bottom=0)
 
 
-def plot_training(metrics, args):
+def plot_training(metrics: dict, args: argparse.Namespace) -> None:
     """Draw `learning_curve.png`."""
     path, threshold = args.output_dir / "learning_curve.png", args.reward_threshold
     observers = args.world_size - 1

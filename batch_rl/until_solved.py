@@ -12,18 +12,20 @@ costs: nothing is compared.
     python batch_rl/until_solved.py --check            the same training as in one process?
 """
 
+import argparse
+
 import gymnasium as gym
 from common.cli import Parser, bounded, refuse
 from common.program import run_program
 from common.session import rpc_options
 from torch.distributed import rpc
 
-from batch_rl.main import RPC_THREADS, role_name
+from batch_rl.main import RPC_THREADS, Agent, role_name
 from batch_rl.results import ENV_NAME, History, finish_training, require_room
 from batch_rl.vector import VectorAgent, add_envs_flag
 
 
-def train(agent, args) -> dict:
+def train(agent: Agent, args: argparse.Namespace) -> dict:
     """Train with batches until the running reward is above the threshold; return the metrics."""
     history = History(agent, args)
     while agent.running_reward <= args.reward_threshold and history.episodes < args.max_episodes:
@@ -33,7 +35,8 @@ def train(agent, args) -> dict:
     return history.metrics()
 
 
-def run_worker(rank: int, world_size: int, args, agent_class=VectorAgent) -> dict | None:
+def run_worker(rank: int, world_size: int, args: argparse.Namespace,
+               agent_class: type[Agent] = VectorAgent) -> dict | None:
     """Train on rank 0, which returns the metrics; the others wait for its calls."""
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args, RPC_THREADS))
@@ -42,8 +45,8 @@ def run_worker(rank: int, world_size: int, args, agent_class=VectorAgent) -> dic
     return metrics
 
 
-def build_parser():
-    """Make the parser: the flags of vector.py that mean something here, and those of a training."""
+def build_parser() -> Parser:
+    """Return the parser: the flags of vector.py that mean something here, and of a training."""
     parser = Parser("batch_rl_until_solved", __doc__, world_size=3, min_world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--envs_per_observer", type=count, default=64, metavar="K", help="all in one request")
@@ -55,7 +58,7 @@ def build_parser():
     return parser
 
 
-def add_training_flags(parser):
+def add_training_flags(parser: Parser) -> None:
     """Add the flags that end a training, and how often it prints a line."""
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--max_episodes", type=count, default=500, metavar="N", help="then give up")
@@ -65,8 +68,8 @@ def add_training_flags(parser):
     add("--log_interval", type=count, default=5, metavar="N", help="episodes between two lines")
 
 
-def main(argv=None):
-    """Train, or `--check`; metrics or differences where they are reported, else None."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_room(args)
     if args.num_steps <= args.reward_threshold and not args.check:

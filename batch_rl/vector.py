@@ -32,11 +32,14 @@ What it costs, three things to know:
   summed up in one thread: a seed gives one training, to the last digit, in both modes.
 """
 
+import argparse
 import threading
+from collections.abc import Iterator
 
 import gymnasium as gym
 import numpy as np
 import torch
+from common.cli import Parser
 from common.report import require_finite
 from gymnasium.vector import AutoresetMode
 from torch.distributed import rpc
@@ -52,28 +55,28 @@ ROWS = 5000  # states in a piece of the training: its hidden layer, 2.5 MB, stay
 
 
 class Environments:
-    """Hold K environments in one, of the kind `--envs`, and what an episode's steps brought."""
+    """Holds K environments in one, of the kind `--envs`, and what an episode's steps brought."""
 
-    def __init__(self, num_envs, kind):
+    def __init__(self, num_envs: int, kind: str) -> None:
         self.envs = gym.make_vec(ENV_NAME, num_envs=num_envs,
                                  vectorization_mode=VECTORIZATION_MODES[kind])
         assert self.envs.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
 
     def reset(self, n_steps: int, seed: int) -> np.ndarray:
-        """Begin an episode of so many steps; its first states, an array (K, 4)."""
+        """Begin an episode of so many steps; return its first states, an array (K, 4)."""
         shape = (n_steps, self.envs.num_envs)
         self.rewards = np.zeros(shape)
         self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
         return self.envs.reset(seed=seed)[0]
 
     def step(self, step: int, actions: bytes) -> np.ndarray:
-        """Take the step of this number with K actions, the bytes; the next states (K, 4)."""
+        """Take the step of this number with K actions, bytes; return the next states (K, 4)."""
         (states, self.rewards[step], self.terminated[step], self.truncated[step],
          _) = self.envs.step(np.frombuffer(actions, np.int8))
         return states
 
     def returns(self, gamma: float) -> tuple[torch.Tensor, np.ndarray]:
-        """Compute each step's discounted return, a tensor (K, steps), and the first lengths (K,).
+        """Return each step's discounted return, a tensor (K, steps), and the first lengths (K,).
 
         NaN where a step was a reset; see `Observer.run_episode` for the rest.
         """
@@ -91,19 +94,20 @@ class Environments:
 
 
 class VectorObserver(Observer):
-    """Own one vector environment and play the episodes that the agent asks for."""
+    """Owns one vector environment and plays the episodes that the agent asks for."""
 
-    def __init__(self, args):
+    def __init__(self, args: argparse.Namespace) -> None:
         self.id = rpc.get_worker_info().id - 1
         self.gamma = args.gamma
         self.envs = Environments(args.envs_per_observer, args.envs)
 
-    def run_episode(self, agent_rref, batch, n_steps, seed):
+    def run_episode(self, agent_rref: AgentName, batch: bool, n_steps: int,
+                    seed: int) -> tuple[torch.Tensor, float]:
         """Play as `Observer.run_episode`; the returns of steps that were resets are NaN."""
         select_action = VectorAgent.select_action_batch if batch else VectorAgent.select_action
         agent, states = agent_rref.owner(), self.envs.reset(n_steps, seed)
         for step in range(n_steps):
-            # Arrays would travel as objects, which costs a quarter of a message; bytes as they are.
+            # Arrays would travel as objects, which costs a quarter of a message; bytes do not.
             actions = rpc.rpc_sync(agent, select_action, args=(0, self.id, states.tobytes()))
             states = self.envs.step(step, actions)
         returns, first_lengths = self.envs.returns(self.gamma)
@@ -111,7 +115,7 @@ class VectorObserver(Observer):
 
 
 class Group:
-    """Keep what the agent has for the environments that ask at the same time: K of each observer.
+    """Keeps what the agent has for the environments that ask at the same time: K of each observer.
 
     Args:
         agent: the agent.
@@ -119,7 +123,7 @@ class Group:
         num_envs: K.
     """
 
-    def __init__(self, agent, batch, num_envs):
+    def __init__(self, agent: "VectorAgent", batch: bool, num_envs: int) -> None:
         self.policy, self.device, self.num_envs = agent.policy, agent.device, num_envs
         self.observers, self.lock = range(len(agent.ob_rrefs)), threading.Lock()
         self.next_step()
@@ -134,7 +138,7 @@ class Group:
             np.less(bits.reshape(keep.shape), round(2**16 * kept), out=keep)
         self.uniforms = agent.rng.random(shape)
 
-    def next_step(self):
+    def next_step(self) -> None:
         """Begin a step: nobody has asked yet, and nobody has an answer."""
         self.states = {}
         self.answers = [torch.futures.Future() for _ in self.observers]
@@ -154,8 +158,9 @@ class Group:
                 answer.set_result(of_observer)
         return answers[ob_id]
 
-    def act(self, states, ob_id=None):
-        """Choose actions for all observers, or one: both bytes; return also what is saved."""
+    def act(self, states: list[bytes],
+            ob_id: int | None = None) -> tuple[list[bytes], tuple[np.ndarray, np.ndarray]]:
+        """Choose actions for all observers, or for one; return also what `pieces` needs."""
         saved = self.saved_log_probs if ob_id is None else self.saved_log_probs[ob_id]
         where = len(saved) if ob_id is None else (len(saved), [ob_id])
         states = np.frombuffer(b"".join(states), np.float32).reshape(-1, self.num_envs, 4)
@@ -168,13 +173,14 @@ class Group:
     def probs(self, states: np.ndarray, keep: np.ndarray) -> torch.Tensor:
         """Compute `Policy.forward` of states (..., 4) with given dropout masks (..., 128)."""
         policy = self.policy
-        states = torch.tensor(states).to(policy.affine1.weight)  # which says on what, in what
+        states = torch.tensor(states).to(policy.affine1.weight)  # to its device and type
         x = F.relu(policy.affine1(states)) * torch.from_numpy(keep).to(states)
         # Dropout multiplies what it keeps. To scale the weights in its place is less work.
         weight = policy.affine2.weight / (1 - policy.dropout.p)
         return F.softmax(F.linear(x, weight, policy.affine2.bias), dim=-1)
 
-    def pieces(self, batch, weights):
+    def pieces(self, batch: bool,
+               weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Compute the actions' log-probabilities, with their graph, a piece of the episode a time.
 
         Args:
@@ -204,12 +210,13 @@ class VectorAgent(FastAgent):
 
     n_groups = 1  # of the environments of an observer, each of which asks for itself
 
-    def __init__(self, world_size, args, observer_class=VectorObserver):
+    def __init__(self, world_size: int, args: argparse.Namespace,
+                 observer_class: type[Observer] = VectorObserver) -> None:
         super().__init__(world_size, args, observer_class)
         self.rng = np.random.default_rng(args.seed)  # of dropout and actions
 
     @staticmethod
-    def select_action(number, ob_id, states):
+    def select_action(number: int, ob_id: int, states: bytes) -> bytes:
         """Answer as `Agent.select_action`; random numbers depend on the observer and the step."""
         group = AgentName().local_value().groups[number]
         actions, saved = group.act([states], ob_id)
@@ -218,7 +225,7 @@ class VectorAgent(FastAgent):
 
     @staticmethod
     @rpc.functions.async_execution
-    def select_action_batch(number, ob_id, states):
+    def select_action_batch(number: int, ob_id: int, states: bytes) -> torch.futures.Future:
         """Answer as `Agent.select_action_batch`; a future for each observer in place of `.then`."""
         return AgentName().local_value().groups[number].answer(ob_id, states)
 
@@ -252,26 +259,26 @@ class VectorAgent(FastAgent):
         self.running_reward = 0.5 * ep_reward + 0.5 * self.running_reward
 
 
-def run_worker(rank, world_size, args):
+def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Time episodes as main.py does, with the agent for vector environments."""
     return tutorial.run_worker(rank, world_size, args, VectorAgent)
 
 
-def build_parser(example="batch_rl_vector", description=__doc__):
-    """Make the parser: the flags of main.py, and `--envs`."""
+def build_parser(example: str = "batch_rl_vector", description: str = __doc__) -> Parser:
+    """Return the parser: the flags of main.py, and `--envs`."""
     parser = tutorial.build_parser(example, description)
     parser.set_defaults(envs_per_observer=16)
     add_envs_flag(parser)
     return parser
 
 
-def add_envs_flag(parser):
-    """Add `--envs`, which says how the vector environments step."""
+def add_envs_flag(parser: Parser) -> None:
+    """Add `--envs`: how the vector environments step."""
     parser.add_argument("--envs", choices=["sync", "vector"], default="vector",
                         help="sync: inside of the vector environment one steps after the other")
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> dict | None:
     """Compare, or `--check`; see main.py."""
     return tutorial.compare(run_worker, build_parser().parse_args(argv))
 

@@ -3,7 +3,8 @@
 import importlib
 import statistics
 
-from common import picture, tracing
+from common import picture
+from common.tracing import record
 
 # Whose `plot` takes all runs. The other pictures are of one run: a timeline, or a training that is
 # the same in each run.
@@ -55,7 +56,7 @@ def plot_of(command):
     """The function that draws the pictures of a command."""
     program = program_of(command)
     if not command.removeprefix(TRACED).startswith("-m "):  # the lessons have a module that draws
-        return tracing.results_of(program).plot
+        return record.results_of(program).plot
     return importlib.import_module(program).plot
 
 

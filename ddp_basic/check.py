@@ -5,9 +5,12 @@ what the run reports, and how the checkpoint is written and read. All in float64
 cannot be taken for rounding: averages of several ranks are summed in another order.
 """
 
+import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -27,7 +30,7 @@ LONGEST_DELAY_S = 0.2  # of the slow rank, in a check
 LATEST_S = 10.0  # that a rank delays its checkpoint for those who should wait for it
 
 
-def single_process(args):
+def single_process(args: argparse.Namespace) -> tuple[list[list[dict]], list[float]]:
     """Train on the samples of all ranks in one batch.
 
     Returns:
@@ -58,8 +61,8 @@ def single_process(args):
     return steps, losses_of_ranks().tolist()
 
 
-def samples_of(rank, args):
-    """What this rank should train on."""
+def samples_of(rank: int, args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw what this rank should train on: inputs (n, 10) and labels (n, 5)."""
     def draw(seed, *shape):
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -68,26 +71,26 @@ def samples_of(rank, args):
 
 
 class Seen:
-    """What one rank does in each step, by demo."""
+    """Keeps what one rank does in each step, by demo."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.demo, self.barriers, self.steps, self.step, self.loads = None, 0, {}, {}, []
         self.left_behind = False
 
-    def begin(self, demo):
-        """From now on, `demo` runs."""
+    def begin(self, demo: str) -> None:
+        """Record another demo from now on."""
         self.demo, self.barriers, self.steps[demo] = demo, 0, []
 
-    def forward(self, module, inputs, output):
-        """After the forward of any module."""
+    def forward(self, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        """Record inputs, labels and loss, after the forward of any module."""
         if isinstance(module, DDP):
             self.step["inputs"] = inputs[0].detach().cpu()
         elif isinstance(module, nn.MSELoss) and torch.is_grad_enabled():
             self.step["labels"] = inputs[1].detach().cpu()
             self.step["loss"] = output.item()
 
-    def stepped(self, optimizer):
-        """After any optimizer's step."""
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record gradients, weights and learning rates, after the step of any optimizer."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.step["gradients"] = copies(p.grad for p in parameters)
         self.step["weights"] = copies(parameters)
@@ -97,8 +100,8 @@ class Seen:
         self.step = {}
 
 
-def record(rank, world_size, args):
-    """Run the lesson with a recorder; rank 0 returns the findings."""
+def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
+    """Run the lesson, recorded; rank 0 returns the findings."""
     torch.set_default_dtype(torch.float64)
     seen, everyone = Seen(), []
     store = dist.distributed_c10d._get_default_store  # of the group that there is then
@@ -153,22 +156,23 @@ def record(rank, world_size, args):
     return compare(metrics, everyone, seen.left_behind, args) if rank == 0 else None
 
 
-def wait_until(condition):
-    """Wait for it, but not for longer than `LATEST_S`."""
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, but not for longer than `LATEST_S`."""
     deadline = time.monotonic() + LATEST_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def check(program, args):
+def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
     """Print what was compared; return `{what: difference}` where it is reported, else None."""
     args.demos = [*program.ALL, "skew"] if args.demo == "all" else [args.demo]
     args.delay = min(args.delay, LONGEST_DELAY_S)
     return verdict(launch(record, args, program.role_name))
 
 
-def compare(metrics, everyone, left_behind, args):
-    """The findings as a dict, on rank 0; `everyone` has what each rank has seen."""
+def compare(metrics: dict, everyone: list[Seen], left_behind: bool,
+            args: argparse.Namespace) -> dict:
+    """Return the findings as a dict, on rank 0; `everyone` has what each rank has seen."""
     findings = Comparison(f"{args.world_size} processes")
     oracle, last = single_process(args)
     for demo in args.demos:
@@ -203,13 +207,14 @@ def compare(metrics, everyone, left_behind, args):
     return findings.as_dict()
 
 
-def losses_of(recorded):
-    """The losses of all ranks, step by step."""
+def losses_of(recorded: list[list[dict]]) -> list[list[float]]:
+    """Return the losses of all ranks, step by step."""
     return [list(of_all.values()) for of_all in by_rank(recorded, "loss")]
 
 
-def compare_report(findings, demo, reported, losses):
-    """What a demo reports, against the `losses` of all ranks before each step and at the end."""
+def compare_report(findings: Comparison, demo: str, reported: dict,
+                   losses: list[list[float]]) -> None:
+    """Hold a demo's report against the `losses` of all ranks before each step and at the end."""
     means = [statistics.fmean(of_all) for of_all in losses]
     before_and_after = [reported["loss_before"], reported["loss_after"]]
     rows = [list(of_all) for of_all in zip(*reported["losses_per_rank"], strict=True)]
@@ -217,8 +222,8 @@ def compare_report(findings, demo, reported, losses):
                    [*losses, means, [means[0], means[-1]]], TOLERANCE, WHY, unit="row")
 
 
-def compare_times(findings, skew, args):
-    """The times of the demo skew: they have bounds only, and medians."""
+def compare_times(findings: Comparison, skew: dict, args: argparse.Namespace) -> None:
+    """Hold the times of the demo skew: they have bounds only, and medians."""
     medians = [[statistics.median(backward - start for start, backward, _ in spans),
                 statistics.median(end - backward for _, backward, end in spans),
                 statistics.median(end - start for start, _, end in spans)]
@@ -227,15 +232,15 @@ def compare_times(findings, skew, args):
     findings.equal("skew, reported times", list(reported), medians,
                    "medians of the recorded times", unit="rank")
     if args.delay < 0.1 or args.world_size == 1:
-        return  # too short to be told from a busy machine
+        return  # too short to be distinguished from a busy machine
     slow, fast = args.slow_rank, [rank for rank in range(args.world_size) if rank != args.slow_rank]
-    says = f"a delay of {args.delay:g} s on rank {slow}; ranks compute {skew['compute_s']} s, "
-    says += f"wait {skew['wait_s']} s, take {skew['even_step_s']} s for a step without the delay"
+    found = f"a delay of {args.delay:g} s on rank {slow}; ranks compute {skew['compute_s']} s, "
+    found += f"wait {skew['wait_s']} s, take {skew['even_step_s']} s for a step without the delay"
     findings.holds("skew, who computes for long", skew["compute_s"][slow] >= args.delay
-                   and all(skew["compute_s"][rank] < args.delay for rank in fast), says)
+                   and all(skew["compute_s"][rank] < args.delay for rank in fast), found)
     findings.holds("skew, who waits", all(skew["wait_s"][rank] > args.delay / 2 for rank in fast)
-                   and skew["wait_s"][slow] < args.delay, says)
-    findings.holds("skew, steps without the delay", max(skew["even_step_s"]) < args.delay, says)
+                   and skew["wait_s"][slow] < args.delay, found)
+    findings.holds("skew, steps without the delay", max(skew["even_step_s"]) < args.delay, found)
     ends = [spans[-1][-1] for spans in skew["spans"]]
     findings.holds("skew, nobody is ahead", min(ends) >= args.steps * args.delay,
                    f"the ranks were done after {ends} s: all wait for the slow one in each step")

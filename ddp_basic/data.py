@@ -1,10 +1,12 @@
 """Samples that the toy networks can learn; the tutorial's are noise."""
 
+import argparse
+
 import torch
 
 
-def toy_samples(rank, args):
-    """The samples of one rank, the same in every step.
+def toy_samples(rank: int, args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the samples of one rank, the same in every step.
 
     Args:
         rank: has samples of its own: with one seed for all, all ranks would train on the same.
@@ -17,5 +19,5 @@ def toy_samples(rank, args):
     return inputs, inputs @ _draw(args.seed, 10, 5) / 10**0.5
 
 
-def _draw(seed, *shape):
+def _draw(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

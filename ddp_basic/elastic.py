@@ -26,6 +26,7 @@ Last line, about:
     10 epochs on 2 ranks: test accuracy 96.9%, loss 0.020, attempt 1
 """
 
+import argparse
 import os
 from datetime import timedelta
 from glob import escape
@@ -48,12 +49,12 @@ FEWEST_SAMPLES = 1437  # of the two training sets: each rank needs one at least
 SETTINGS = ("dataset", "global_batch_size", "lr", "seed")  # a resumed training must have the same
 
 
-def role_name(rank, world_size):
-    """All ranks do the same."""
+def role_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank: all ranks do the same."""
     return f"rank{rank}"
 
 
-def setup(rank, world_size, args):
+def setup(rank: int, world_size: int, args: argparse.Namespace) -> None:
     """Join the process group: gloo, or nccl where every rank has a GPU of its own."""
     limit = timedelta(seconds=args.timeout)
     device = device_for(args.device)
@@ -69,13 +70,13 @@ def setup(rank, world_size, args):
                             world_size=world_size)
 
 
-def attempt():
-    """How often torchrun has started this worker: 1 for the first time."""
+def attempt() -> int:
+    """Return how often torchrun has started this worker: 1 for the first time."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
 
 
-def build_model(seed):
-    """A small convolutional network, images (n, 1, 28, 28) to scores (n, 10)."""
+def build_model(seed: int) -> nn.Sequential:
+    """Make a small convolutional network: images (n, 1, 28, 28) to scores (n, 10)."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=5, stride=2), nn.ReLU(),
@@ -84,8 +85,9 @@ def build_model(seed):
     )  # fmt: skip
 
 
-def batches_of(rank, world_size, train_set, epoch, args):
-    """The batches of one rank in one epoch, as indices: its share of a shuffle.
+def batches_of(rank: int, world_size: int, train_set: TensorDataset, epoch: int,
+               args: argparse.Namespace) -> tuple[torch.Tensor, ...]:
+    """Return the batches of one rank in one epoch, as indices: its share of a shuffle.
 
     The shuffle follows from (seed, epoch) alone. A generator that runs from epoch to epoch would
     start again with each new worker.
@@ -97,8 +99,9 @@ def batches_of(rank, world_size, train_set, epoch, args):
     return torch.tensor(list(sampler)).split(args.global_batch_size // world_size)
 
 
-def train_epoch(ddp_model, optimizer, train_set, batches, epoch):
-    """One pass over the batches of this rank; the mean loss on them, a tensor."""
+def train_epoch(ddp_model: DDP, optimizer: optim.Optimizer, train_set: TensorDataset,
+                batches: tuple[torch.Tensor, ...], epoch: int) -> torch.Tensor:
+    """Pass over the batches of this rank once; return the mean loss on them, shape ()."""
     total = torch.zeros((), device=train_set.tensors[0].device)
     for batch in batches:
         images, labels = train_set[batch]
@@ -111,8 +114,8 @@ def train_epoch(ddp_model, optimizer, train_set, batches, epoch):
     return total / sum(map(len, batches))
 
 
-def evaluate(model, test_set, rank, world_size):
-    """The accuracy on the test images, of which each rank judges its share."""
+def evaluate(model: nn.Module, test_set: TensorDataset, rank: int, world_size: int) -> float:
+    """Return the accuracy on the test images, of which each rank judges its share."""
     images, labels = (tensor[rank::world_size] for tensor in test_set.tensors)
     with torch.no_grad():
         correct = (model(images).argmax(dim=1) == labels).sum()
@@ -120,15 +123,17 @@ def evaluate(model, test_set, rank, world_size):
     return correct.item() / len(test_set)
 
 
-def save(model, optimizer, history, args):
-    """On rank 0. The others go on meanwhile: they need the file only if they are started anew."""
+def save(model: nn.Module, optimizer: optim.Optimizer, history: list[dict],
+         args: argparse.Namespace) -> None:
+    """Save on rank 0; the others go on: they need the file only if they are started anew."""
     settings = {name: getattr(args, name) for name in SETTINGS}
     checkpoint.save(args, {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
                            "history": history, "settings": settings})
 
 
-def resume(model, optimizer, rank, args):
-    """Go on from the checkpoint, if there is one; the history so far."""
+def resume(model: nn.Module, optimizer: optim.Optimizer, rank: int,
+           args: argparse.Namespace) -> list[dict]:
+    """Go on from the checkpoint, if there is one; return the history so far."""
     state = [None]
     if rank == 0 and args.checkpoint is not None:
         for leftover in args.checkpoint.parent.glob(f".{escape(args.checkpoint.name)}.*.tmp"):
@@ -149,8 +154,8 @@ def resume(model, optimizer, rank, args):
     return history
 
 
-def train(rank, world_size, args):
-    """From the checkpoint, or from the start, to the last epoch; the history of all epochs."""
+def train(rank: int, world_size: int, args: argparse.Namespace) -> list[dict]:
+    """Train from the checkpoint, or from the start; return the history of all epochs."""
     device = device_for(args.device)
     train_set, test_set = (TensorDataset(*(tensor.to(device) for tensor in half.tensors))
                            for half in load_data(args))
@@ -176,7 +181,7 @@ def train(rank, world_size, args):
     return history
 
 
-def run_worker(rank, world_size, args):
+def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Join, train, leave; rank 0 returns the metrics."""
     setup(rank, world_size, args)
     backend = dist.get_backend()
@@ -188,8 +193,8 @@ def run_worker(rank, world_size, args):
             "loss": history[-1]["loss"], "test_accuracy": history[-1]["accuracy"]}
 
 
-def build_parser():
-    """The flags of this example."""
+def build_parser() -> Parser:
+    """Return the parser of this program's flags."""
     parser = Parser("ddp_basic/elastic", __doc__, world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add_data_flags(parser)
@@ -204,8 +209,8 @@ def build_parser():
     return parser
 
 
-def inspect_checkpoint(args):
-    """Before any process starts: refuse a checkpoint from which this training cannot go on."""
+def inspect_checkpoint(args: argparse.Namespace) -> None:
+    """Refuse, before any process starts, a checkpoint from which this training cannot go on."""
     args.resume = args.checkpoint is not None and args.checkpoint.exists()
     state = checkpoint.inspect(args)
     if state is None:
@@ -220,8 +225,8 @@ def inspect_checkpoint(args):
             refuse(f"{given(args, name)} must be {value}, as in {given(args, 'checkpoint')}")
 
 
-def main(argv=None):
-    """Train, or `--check`; the metrics or the differences in the process that reports."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     if args.global_batch_size % args.world_size:
         refuse(f"{given(args, 'global_batch_size')} must be a multiple of "
@@ -232,7 +237,7 @@ def main(argv=None):
     return run_program(run_worker, args, role_name, finish)
 
 
-def finish(metrics, args):
+def finish(metrics: dict, args: argparse.Namespace) -> dict:
     """Write metrics.json and print the last line; return the whole metrics."""
     metrics = report.save_metrics(args, metrics, metrics["backend"])
     print(f"{len(metrics['history'])} epochs on {args.world_size} ranks: "

@@ -8,17 +8,15 @@ taken for rounding: training magnifies that, in float32 to 3e-3 within two epoch
 import tempfile
 from argparse import Namespace
 from pathlib import Path
-from unittest import mock
+from types import ModuleType
 
 import torch
-import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, fingerprints, flat, load_float64, verdict
+from common.recorder import Recorder, gathered
 from common.session import device_for
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_basic import elastic as lesson
 
@@ -35,11 +33,11 @@ COMPARED = (  # of each step: what, the tolerance, and why
 )
 
 
-def single_process(args):
+def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict]]:
     """Train without DDP, on the batches of all ranks joined.
 
     Returns:
-        For each rank its steps, as its recorder would have them; the history of the epochs.
+        For each rank its steps, as `Seen` would have them; the history of the epochs.
     """
     device = device_for(args.device)
     (images, labels), (test_images, test_labels) = (
@@ -87,23 +85,23 @@ def single_process(args):
     return steps, history
 
 
-class Recorder:
-    """What one rank does in each step of each training; PyTorch's hooks call it."""
+class Seen:
+    """Keeps what one rank does in each step of each training."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.trainings, self.step = {}, {}
 
-    def begin(self, training):
-        """From now on, this training runs."""
+    def begin(self, training: str) -> None:
+        """Record another training from now on."""
         self.steps = self.trainings[training] = []
 
-    def forward(self, module, inputs, output):
-        """After the forward of any module."""
+    def forward(self, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        """Record the images, after the forward of any module."""
         if isinstance(module, DDP):
             self.step["images"] = fingerprints(inputs[0])
 
-    def stepped(self, optimizer, *_):
-        """After any optimizer's step."""
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record gradients, weights and settings, after the step of any optimizer."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.step |= {"gradients": flat([p.grad for p in parameters]), "weights": flat(parameters)}
         self.step["settings"] = [optimizer.param_groups[0][name] for name in ("lr", "momentum")]
@@ -111,46 +109,45 @@ class Recorder:
         self.step = {}
 
 
-def record(rank, world_size, args):
-    """Run the lesson with a recorder; rank 0 returns the findings."""
+def record(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run the lesson, recorded; rank 0 returns the findings."""
     torch.set_default_dtype(torch.float64)
-    recorder, everyone, histories = Recorder(), [None] * world_size, {}
-    honest_train, honest_loss = lesson.train, nn.functional.cross_entropy
+    seen, everyone, histories = Seen(), [], {}
+    with Recorder() as recorder:
+        recorder.put(lesson, "load_data", load_float64)
+        recorder.on_forward(after=seen.forward)
+        recorder.on_step(after=seen.stepped)
 
-    def train_and_interrupt(rank, world_size, args):
-        for training, flags in (("stopped", {"epochs": STOP_AFTER}), ("resumed", {}),
-                                ("whole", {"checkpoint": None})):
-            recorder.begin(training)
-            history = honest_train(rank, world_size, Namespace(**{**vars(args), **flags}))
-            histories[training] = history
-        dist.gather_object(recorder.trainings, everyone if rank == 0 else None)
-        return history
+        @recorder.around(nn.functional, "cross_entropy")
+        def recorded_loss(cross_entropy, scores, labels, **options):
+            loss = cross_entropy(scores, labels, **options)
+            seen.step |= {"labels": labels.cpu(), "loss": loss.item()}
+            return loss
 
-    def recorded_loss(scores, labels, **options):
-        loss = honest_loss(scores, labels, **options)
-        recorder.step |= {"labels": labels.cpu(), "loss": loss.item()}
-        return loss
+        @recorder.around(lesson, "train")
+        def train_and_interrupt(train, rank, world_size, args):
+            for training, flags in (("stopped", {"epochs": STOP_AFTER}), ("resumed", {}),
+                                    ("whole", {"checkpoint": None})):
+                seen.begin(training)
+                with_flags = Namespace(**{**vars(args), **flags})
+                histories[training] = train(rank, world_size, with_flags)
+            everyone.extend(gathered(seen.trainings))
+            return histories["whole"]
 
-    hooks = [register_module_forward_hook(recorder.forward),
-             register_optimizer_step_post_hook(recorder.stepped)]
-    with (mock.patch.object(lesson, "train", train_and_interrupt),
-          mock.patch.object(lesson, "load_data", load_float64),
-          mock.patch.object(nn.functional, "cross_entropy", recorded_loss)):
         metrics = lesson.run_worker(rank, world_size, args)
-    for hook in hooks:
-        hook.remove()
     return compare(metrics, histories, everyone, args) if rank == 0 else None
 
 
-def check(program, args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Print what was compared; return `{what: difference}` where it is reported, else None."""
     with tempfile.TemporaryDirectory() as folder:
         args.epochs, args.checkpoint = EPOCHS, Path(folder, "run.pt")
         return verdict(launch(record, args, program.role_name))
 
 
-def compare(metrics, histories, everyone, args):
-    """The findings as a dict, on rank 0; `everyone` has the recorded trainings of all ranks."""
+def compare(metrics: dict, histories: dict[str, list[dict]], everyone: list[dict[str, list]],
+            args: Namespace) -> dict:
+    """Return the findings as a dict, on rank 0; `everyone` has the trainings of all ranks."""
     findings = Comparison(f"{args.world_size} processes")
     oracle, history = single_process(args)
     first = len(oracle[0]) * STOP_AFTER // args.epochs

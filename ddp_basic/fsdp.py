@@ -25,6 +25,7 @@ Last line, about:
     7.39 MB (full); it sends in a step 11.1 MB (replicas), 16.6 MB (optimizer), 22.2 MB (full)
 """
 
+import argparse
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -54,13 +55,13 @@ SAMPLES = 512  # of all ranks together
 SETTINGS = ("model", "layers", "width", "global_batch_size", "lr", "seed")  # of a resumed training
 
 
-def role_name(rank, world_size):
-    """All ranks do the same."""
+def role_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank: all ranks do the same."""
     return f"rank{rank}"
 
 
-def build_model(args):
-    """Inputs (n, 10) to outputs (n, 5): the tutorial's network, or a larger one."""
+def build_model(args: argparse.Namespace) -> nn.Module:
+    """Make the tutorial's network, or a larger one: inputs (n, 10) to outputs (n, 5)."""
     torch.manual_seed(args.seed)  # the same weights on all ranks: FSDP does not broadcast rank 0's
     if args.model == "toy":
         return ToyModel()
@@ -69,22 +70,25 @@ def build_model(args):
     return nn.Sequential(*sum(layers, ())[:-1])  # no ReLU at the end
 
 
-def replicas(model, device, args):
-    """Everything on every rank."""
+def replicas(model: nn.Module, device: torch.device,
+             args: argparse.Namespace) -> tuple[nn.Module, optim.Optimizer]:
+    """Keep everything on every rank."""
     # Without the view, the gradients would be there twice: in the buckets, and in `.grad`.
     ddp_model = DDP(model, device_ids=gpu_of(device), gradient_as_bucket_view=True)
     return ddp_model, optim.Adam(ddp_model.parameters(), lr=args.lr)
 
 
-def sharded_optimizer(model, device, args):
-    """Each rank steps some of the parameters, whole ones, and has the Adam state of these alone."""
+def sharded_optimizer(model: nn.Module, device: torch.device,
+                      args: argparse.Namespace) -> tuple[nn.Module, optim.Optimizer]:
+    """Let each rank step some of the parameters, whole ones, and keep Adam's state of those."""
     ddp_model = DDP(model, device_ids=gpu_of(device), gradient_as_bucket_view=True)
     return ddp_model, ZeroRedundancyOptimizer(
         ddp_model.parameters(), optimizer_class=optim.Adam, lr=args.lr)
 
 
-def fully_sharded(model, device, args):
-    """Each rank has some rows of every parameter, and of its gradient and its Adam state."""
+def fully_sharded(model: nn.Module, device: torch.device,
+                  args: argparse.Namespace) -> tuple[nn.Module, optim.Optimizer]:
+    """Give each rank some rows of every parameter, of its gradient and of its Adam state."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Layer by layer: each call makes a group that is gathered, used and dropped as a whole. With
     # the last call alone, forward would gather the whole network at once.
@@ -98,8 +102,9 @@ def fully_sharded(model, device, args):
 WAYS = {"replicas": replicas, "optimizer": sharded_optimizer, "full": fully_sharded}
 
 
-def batches_of(rank, world_size, epoch, args):
-    """The batches of one rank in one epoch, as indices: its share of each global batch.
+def batches_of(rank: int, world_size: int, epoch: int,
+               args: argparse.Namespace) -> list[torch.Tensor]:
+    """Return the batches of one rank in one epoch, as indices: its share of each global batch.
 
     The global batches follow from (seed, epoch) alone, whatever the number of ranks: what four have
     begun, two can continue.
@@ -109,12 +114,13 @@ def batches_of(rank, world_size, epoch, args):
             if len(batch) == args.global_batch_size]
 
 
-def save(model, optimizer, history, args):
-    """All ranks write, each its own shards, to a folder that is there as a whole or not at all."""
+def save(model: nn.Module, optimizer: optim.Optimizer, history: list[dict],
+         args: argparse.Namespace) -> None:
+    """Write this rank's shards to a folder that is there as a whole or not at all; on all ranks."""
     epoch = len(history)
     temporary = folders.begin(args.folder, epoch)
     weights, state = get_state_dict(model, optimizer)
-    with folders.said_in_words(temporary):
+    with folders.errors_in_one_line(temporary):
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=temporary)
     if dist.get_rank() == 0:  # here, all ranks have written: dcp.save waits for them
         settings = {name: getattr(args, name) for name in SETTINGS}
@@ -122,20 +128,25 @@ def save(model, optimizer, history, args):
                                            "history": history})
 
 
-def resume(model, optimizer, args):
-    """Read the last whole checkpoint, written by any number of ranks; its history."""
+def resume(model: nn.Module, optimizer: optim.Optimizer, args: argparse.Namespace) -> list[dict]:
+    """Read the last whole checkpoint, written by any number of ranks; return its history."""
     folder = folders.latest(args.folder)
     weights, state = get_state_dict(model, optimizer)  # what is here: which rows this rank needs
     saved = {"model": weights, "optimizer": state}
-    with folders.said_in_words(folder):
+    with folders.errors_in_one_line(folder):
         dcp.load(saved, checkpoint_id=folder, planner=folders.PlainValues())
     set_state_dict(model, optimizer, model_state_dict=saved["model"],
                    optim_state_dict=saved["optimizer"])
     return folders.about(folder)["history"]
 
 
-def train(rank, world_size, sharding, args):
-    """All epochs in one way; what this rank has measured, and the history of all ranks."""
+def train(rank: int, world_size: int, sharding: str, args: argparse.Namespace) -> dict:
+    """Train in one way.
+
+    Returns:
+        What this rank has measured: `memory.bytes_held`, the `seconds` of each step, the bytes
+        `sent` in a step (None where unknown); and the `history` of all ranks, epoch by epoch.
+    """
     device = device_of_ranks(args)
     model, optimizer = WAYS[sharding](build_model(args).to(device), device, args)
     history = resume(model, optimizer, args) if args.resumed else []
@@ -166,13 +177,13 @@ def train(rank, world_size, sharding, args):
             "sent": None if sent is None else sent / len(seconds)}
 
 
-def device_of_ranks(args):
-    """A GPU where each rank has one of its own, with nccl; else the CPU, with gloo."""
+def device_of_ranks(args: argparse.Namespace) -> torch.device:
+    """Return a GPU where each rank has one of its own, with nccl; else the CPU, with gloo."""
     device = device_for(args.device)
     return torch.device("cpu") if backend_for(device) == "gloo" else device
 
 
-def run_worker(rank, world_size, args):
+def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Join, train in each way that was chosen, leave; rank 0 returns the metrics."""
     dist.init_process_group(**group_options(args, device_of_ranks(args)), rank=rank,
                             world_size=world_size)
@@ -184,8 +195,8 @@ def run_worker(rank, world_size, args):
     return results.metrics_of(measured, backend, args) if rank == 0 else None
 
 
-def build_parser():
-    """The flags of this example."""
+def build_parser() -> Parser:
+    """Return the parser of this program's flags."""
     parser = Parser("ddp_basic/fsdp", __doc__, world_size=4)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--sharding", choices=[*WAYS, "all"], default="all", help="of what each rank has a share")
@@ -207,8 +218,8 @@ def build_parser():
     return parser
 
 
-def main(argv=None):
-    """Train, or `--check`; the metrics or the differences in the process that reports."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     if args.global_batch_size % args.world_size:
         refuse(f"--global_batch_size {args.global_batch_size} must be a multiple of --world_size "

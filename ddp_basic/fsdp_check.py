@@ -1,31 +1,36 @@
 """The oracle of `fsdp.py`: every step of every way, held against one process that has its own Adam.
 
 The lesson trains in all three ways. Then `full` trains with a checkpoint, is interrupted while it
-writes the second one (`fsdp_recording.py`), and goes on: on as many ranks and, where this command
-starts all of them, on fewer. All in float64, in which a mistake cannot be taken for rounding.
+writes the second one, and goes on: on as many ranks and, where this command starts all of them, on
+fewer. All in float64, in which a mistake cannot be taken for rounding.
 """
 
+import contextlib
 import shutil
 import tempfile
+from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, flat, verdict
+from common.recorder import Recorder, copies, gathered
 from torch import nn
 
 from ddp_basic import fsdp as lesson
-from ddp_basic.fsdp_recording import STOPPED_IN, recorded
 
 EPOCHS, STEPS, NOT_USED = 3, 2, 5  # of each training; of an epoch; samples that fill no batch
+STOPPED_IN = 2  # the epoch whose checkpoint is not finished
 TOLERANCE = 1e-9
 WHY = "float64 sums in another order"
-MOST_SENT = 1.5, 20_000  # of the formula, and bytes besides: gloo's headers, rows that fill up
+MOST_SENT = 1.5, 20_000  # of the formula, and bytes on top: gloo's headers, rows that fill up
 
 
-def single_process(args):
+def single_process(args: Namespace) -> tuple[list[dict], list[float]]:
     """Train one network on the batches of all ranks joined, with Adam as its authors write it.
 
     Returns:
@@ -60,34 +65,130 @@ def single_process(args):
             steps.append({
                 "samples": [[inputs[batch[share]], labels[batch[share]]] for share in shares],
                 "loss": [errors[share].mean().item() for share in shares],
-                "gradients": kept(gradients), "weights": kept(weights),
-                "Adam's means": kept(means), "Adam's squares": kept(squares)})
+                "gradients": copies(gradients), "weights": copies(weights),
+                "Adam's means": copies(means), "Adam's squares": copies(squares)})
         losses = [sum(step["loss"]) / args.world_size for step in steps[-STEPS:]]
         losses_of_epochs.append(sum(losses) / STEPS)
     return steps, losses_of_epochs
 
 
-def normal(seed, *shape):
-    """Random numbers that follow from a seed."""
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    """Draw random numbers that follow from a seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def kept(tensors):
-    """As they are now."""
-    return [tensor.detach().clone() for tensor in tensors]
+class StoppedError(Exception):
+    """Stands for a kill while a checkpoint is written."""
 
 
-def record(rank, world_size, args):
-    """Run the lesson with a recorder; rank 0 returns the findings."""
+class Seen:
+    """Keeps what one rank does in each step of each training."""
+
+    def __init__(self) -> None:
+        self.trainings, self.model, self.optimizer = {}, None, None
+
+    def begin(self, training: str) -> None:
+        """Record another training from now on."""
+        self.training, self.steps = training, self.trainings.setdefault(training, [])
+        self.step, self.gathered = {}, 0
+
+    def forward(self, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        """Record the inputs, and how much is no shard, after the forward of any module."""
+        if module is self.model:
+            self.step["inputs"] = inputs[0].detach().cpu().clone()
+        elif isinstance(module, nn.Linear):  # FSDP drops the whole layer after this
+            whole = sum(p.numel() for p in self.model.parameters() if not hasattr(p, "to_local"))
+            self.gathered = max(self.gathered, whole)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the rest, after the step of any optimizer; what has no state here is empty."""
+        # ZeroRedundancyOptimizer steps another one; get_state_dict makes a step of nothing.
+        if optimizer is not self.optimizer or "loss" not in self.step:
+            return
+        parameters = list(self.model.parameters())
+        inner = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
+        states = [inner.state.get(parameter, {}) for parameter in parameters]
+        self.step |= {"samples": [self.step.pop("inputs", []), self.step.pop("labels")],
+                      "gathered": self.gathered,
+                      "weights": copies(parameters),
+                      "gradients": copies(parameter.grad for parameter in parameters)}
+        for name, key in (("Adam's means", "exp_avg"), ("Adam's squares", "exp_avg_sq")):
+            self.step[name] = copies(state.get(key, torch.empty(0)) for state in states)
+        self.steps.append(self.step)
+        self.step, self.gathered = {}, 0
+
+
+def record(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run the lesson, recorded, and `full` once more: interrupted, and resumed.
+
+    Args:
+        rank: of this process.
+        world_size: how many there are.
+        args: the parsed flags, with `folder`. With `resumed`, `full` goes on from there, no more.
+
+    Returns:
+        The findings on rank 0, else None.
+    """
     torch.set_default_dtype(torch.float64)
-    everyone = [None] * world_size
-    with recorded(everyone, STEPS, args):
+    seen, everyone = Seen(), []
+    with Recorder() as recorder:
+        recorder.put(lesson, "SAMPLES", args.local_batch_size)
+        recorder.on_forward(after=seen.forward)
+        recorder.on_step(after=seen.stepped)
+
+        def watched(way):
+            def make(*place):
+                seen.model, seen.optimizer = way(*place)
+                return seen.model, seen.optimizer
+
+            return make
+
+        recorder.enter_context(mock.patch.dict(lesson.WAYS, {
+            name: watched(way) for name, way in lesson.WAYS.items()}))
+
+        @recorder.around(nn.functional, "mse_loss")
+        def recorded_loss(mse_loss, outputs, labels, **options):
+            loss = mse_loss(outputs, labels, **options)
+            seen.step |= {"labels": labels.cpu(), "loss": loss.item()}
+            return loss
+
+        @recorder.around(lesson.dcp, "save")
+        def torn_save(save, state, checkpoint_id, **options):
+            """Interrupt the second one when all but one rank have written."""
+            save(state, checkpoint_id=checkpoint_id, **options)
+            if seen.training == "stopped" and len(seen.steps) == STOPPED_IN * STEPS:
+                if rank == 0:
+                    max(Path(checkpoint_id).glob("*.distcp")).unlink()
+                raise StoppedError
+
+        @recorder.around(lesson, "train")
+        def train_and_interrupt(lessons_train, rank, world_size, sharding, args):
+            def train(training, **flags):
+                seen.begin(training)
+                with_flags = Namespace(**{**vars(args), **flags})
+                return lessons_train(rank, world_size, sharding, with_flags)
+
+            path = [args.folder]
+            dist.broadcast_object_list(path)  # under torchrun, each process has made one up
+            again = {} if args.resumed else {"folder": None}
+            result = train("resumed" if args.resumed else sharding, **again)
+            if sharding == "full" and not args.resumed:
+                with contextlib.suppress(StoppedError):
+                    train("stopped", folder=path[0])
+                dist.barrier()
+                if rank == 0:
+                    shutil.copytree(path[0], path[0].with_name("torn"))
+                train("resumed", folder=path[0], resumed=True)
+                args.left = sorted(entry.name for entry in path[0].iterdir())
+            everyone[:] = gathered(seen.trainings)
+            return result
+
         metrics = lesson.run_worker(rank, world_size, args)
     return compare(metrics, everyone, args) if rank == 0 else None
 
 
-def check(program, args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Print what was compared; return `{what: difference}` where it is reported, else None."""
     args.epochs, args.layers, args.width = EPOCHS, min(args.layers, 3), min(args.width, 63)
     args.local_batch_size = STEPS * args.global_batch_size + NOT_USED
     alone = args.rank is None and not dist.is_torchelastic_launched()
@@ -104,8 +205,8 @@ def check(program, args):
         return verdict(compared)
 
 
-def compare(metrics, everyone, args):
-    """The findings as a dict, on rank 0; `everyone` has the recorded trainings of all ranks."""
+def compare(metrics: dict, everyone: list[dict[str, list]], args: Namespace) -> dict:
+    """Return the findings as a dict, on rank 0; `everyone` has the trainings of all ranks."""
     findings = Comparison(f"{args.world_size} processes")
     steps, losses = single_process(args)
     ranks = f" by {args.world_size}" if args.resumed else ""
@@ -152,18 +253,19 @@ def compare(metrics, everyone, args):
     return findings.as_dict()
 
 
-def vector(tensors):
-    """All numbers of a list of tensors, also of an empty one: a step that was not recorded."""
+def vector(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Join all numbers of a list of tensors, also of an empty one: a step that was not recorded."""
     return flat(tensors) if tensors else torch.empty(0)
 
 
-def of_ranks(values):
-    """A list as `by_rank` names its entries."""
+def of_ranks(values: list) -> dict[str, object]:
+    """Name the entries of a list as `by_rank` does."""
     return {f"rank {rank}": value for rank, value in enumerate(values)}
 
 
-def compare_bytes(findings, row, weights, everyone, args):
-    """The bytes that a way reports, against those of what was recorded, and the formulas."""
+def compare_bytes(findings: Comparison, row: dict, weights: list[torch.Tensor],
+                  everyone: list[dict[str, list]], args: Namespace) -> None:
+    """Hold the bytes that a way reports against those of what was recorded, and the formulas."""
     way, n, size = row["sharding"], args.world_size, 8 * sum(weight.numel() for weight in weights)
     counted = []
     for of_rank in everyone:

@@ -9,12 +9,15 @@
 All ranks write into the temporary folder. When all are done, it gets its name, in one step.
 """
 
+import argparse
 import contextlib
+import io
 import json
 import os
 import pickle
 import shutil
-from pathlib import PosixPath
+from collections.abc import Iterator
+from pathlib import Path, PosixPath
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from common.checkpoint import NotSavedError
 from common.cli import given, refuse, require_writable_folder, shortened, starts_rank
 from torch.distributed.checkpoint import DefaultLoadPlanner, filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import ReadItem
 
 ABOUT = "training.json"
 # The types of which dcp makes its metadata, a pickle.
@@ -33,8 +37,8 @@ PLAIN = {(kind.__module__, kind.__qualname__) for kind in (
         torch.float32, torch.float64)} | {("torch.serialization", "_get_layout")}
 
 
-def begin(folder, epoch):
-    """The empty temporary folder of an epoch. All ranks must call this."""
+def begin(folder: Path, epoch: int) -> Path:
+    """Return the empty temporary folder of an epoch. All ranks must call this."""
     temporary = folder / f".epoch{epoch:05}.tmp"
     if dist.get_rank() == 0:
         remove_temporaries(folder)  # of an earlier run that was killed
@@ -42,14 +46,14 @@ def begin(folder, epoch):
     return temporary
 
 
-def publish(temporary, epoch, about):
-    """On rank 0, when all have written: give the folder its name, and remove the older ones.
+def publish(temporary: Path, epoch: int, about: dict) -> None:
+    """Give the folder its name, and remove the older ones; on rank 0, when all have written.
 
     Raises:
         NotSavedError: if the disk is full, or the folder has become read-only.
     """
     whole = temporary.with_name(f"epoch{epoch:05}")
-    with said_in_words(temporary):
+    with errors_in_one_line(temporary):
         (temporary / ABOUT).write_text(json.dumps(about))
         os.rename(temporary, whole)
         for older in whole_ones(whole.parent)[:-1]:
@@ -58,14 +62,19 @@ def publish(temporary, epoch, about):
             shutil.rmtree(older.rename(older.with_name(f".{older.name}.tmp")))
 
 
-def whole_ones(folder):
-    """The whole checkpoints in a folder, the last one at the end."""
+def whole_ones(folder: Path) -> list[Path]:
+    """Return the whole checkpoints in a folder, the last one at the end."""
     found = [path for path in folder.glob("epoch*") if path.name[5:].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-def latest(folder):
-    """The last whole checkpoint, after a look at what dcp would unpickle; None if there is none."""
+def latest(folder: Path) -> Path | None:
+    """Return the last whole checkpoint, None if there is none.
+
+    Raises:
+        UnpicklingError: if dcp would unpickle from it anything but its metadata.
+        EOFError, OSError: if a part of it is too short, or is not there.
+    """
     if not (whole := whole_ones(folder)):
         return None
     with (whole[-1] / ".metadata").open("rb") as file:
@@ -79,7 +88,7 @@ def latest(folder):
 class _PlainMetadata(pickle.Unpickler):
     """Unpickles dcp's metadata, and nothing else: a pickle can run any code."""
 
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) not in PLAIN:
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
         return super().find_class(module, name)
@@ -88,16 +97,24 @@ class _PlainMetadata(pickle.Unpickler):
 class PlainValues(DefaultLoadPlanner):
     """Reads what is not a tensor with `weights_only=True`, which dcp by itself does not."""
 
-    def load_bytes(self, read_item, value):
-        """Raises UnpicklingError for anything but plain values."""
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load a value.
+
+        Raises:
+            UnpicklingError: if it is anything but plain.
+        """
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
 @contextlib.contextmanager
-def said_in_words(folder):
-    """In place of what dcp raises, a traceback of each rank: one line, in `NotSavedError`."""
+def errors_in_one_line(folder: Path) -> Iterator[None]:
+    """Turn what dcp raises in here, a traceback of each rank, into one line.
+
+    Raises:
+        NotSavedError: if the folder cannot be written or read.
+    """
     try:
         yield
     except (CheckpointException, OSError) as error:
@@ -107,13 +124,13 @@ def said_in_words(folder):
         raise NotSavedError(f"could not use {folder}: {why}") from None
 
 
-def about(folder):
-    """Settings and history of a whole checkpoint."""
+def about(folder: Path) -> dict:
+    """Read the settings and the history of a whole checkpoint."""
     return json.loads((folder / ABOUT).read_text())
 
 
-def require_useful(args, settings):
-    """Before any process starts: refuse a folder in which this training cannot begin or go on.
+def require_useful(args: argparse.Namespace, settings: tuple[str, ...]) -> None:
+    """Refuse, before any process starts, a folder in which this training cannot begin or go on.
 
     Args:
         args: the parsed flags.
@@ -150,13 +167,13 @@ def require_useful(args, settings):
         refuse(f"{given(args, 'epochs')} must be above {len(history)}, the epochs that {where} has")
 
 
-def remove_temporaries(folder):
-    """What ranks were writing, or removing, and did not finish. None may be at it now."""
+def remove_temporaries(folder: Path) -> None:
+    """Remove what ranks began to write, or to remove, and did not finish; none may be at it now."""
     for left in folder.glob(".epoch*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def clean_up(args):
-    """After a run, where rank 0 was started: remove what killed ranks have left."""
+def clean_up(args: argparse.Namespace) -> None:
+    """Remove what killed ranks have left: after a run, where rank 0 was started."""
     if args.folder is not None and starts_rank(args, 0):
         remove_temporaries(args.folder)

@@ -1,12 +1,15 @@
-"""What a rank holds and sends: measured here, and what the formulas say."""
+"""What a rank holds and sends: measured here, and by the formulas."""
 
+import argparse
 import os
 import socket
 import stat
 import struct
 import sys
 
+import torch
 import torch.distributed as dist
+from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
@@ -26,8 +29,8 @@ SENT = {  # by each rank in a step, in shares (N-1)/N of the model's size
 SENT_BY_GLOO = {**SENT, "full": 4}
 
 
-def bytes_held(model, optimizer):
-    """Bytes of this rank's parameters, gradients and optimizer state, as they are after a step.
+def bytes_held(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, int]:
+    """Count the bytes of this rank's parameters, gradients and optimizer state after a step.
 
     Of what is sharded, only the shard of this rank counts.
 
@@ -43,13 +46,13 @@ def bytes_held(model, optimizer):
             for kind, of_kind in zip(KINDS, tensors, strict=True)}
 
 
-def local(tensor):
-    """What of a tensor is on this rank."""
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what of a tensor is on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def bytes_sent():
-    """Bytes that this process has sent over its TCP connections, by the kernel's count.
+def bytes_sent() -> int | None:
+    """Return the bytes that this process has sent over TCP so far, by the kernel's count.
 
     That is what gloo really sends, its headers included. None where it cannot be known: nccl has
     other ways, and other systems count differently.
@@ -73,16 +76,16 @@ def bytes_sent():
     return total
 
 
-def count(args):
-    """The number of the model's parameters, without making it."""
+def count(args: argparse.Namespace) -> int:
+    """Return the number of the model's parameters, without making it."""
     if args.model == "toy":
         return 10 * 10 + 10 + 10 * 5 + 5
     width = args.width
     return 10 * width + width + (args.layers - 1) * (width + 1) * width + 5 * width + 5
 
 
-def formula(sharding, model_bytes, world_size):
-    """What a rank holds, and sends in a step, by the formulas.
+def formula(sharding: str, model_bytes: int, world_size: int) -> dict[str, float]:
+    """Compute what a rank holds, and sends in a step, by the formulas.
 
     Rajbhandari et al., "ZeRO", 2020, sections 5 and 7: `optimizer` is its first stage, `full` its
     third. In the paper they send 2 and 3 sizes in a step; the first sends 3 here, because DDP

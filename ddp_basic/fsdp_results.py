@@ -1,11 +1,16 @@
 """What `fsdp.py` shows: a table, sharding.png, metrics.json, the last line."""
 
+import argparse
 import statistics
+from typing import TYPE_CHECKING
 
 import torch
 from common import picture, report
 
 from ddp_basic import fsdp_memory as memory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # the workers need not pay for the import
 
 MB = 1e6
 WORDS = {
@@ -24,8 +29,8 @@ WORDS = {
 }
 
 
-def metrics_of(measured, backend, args):
-    """The metrics, from what `train` has returned on each rank.
+def metrics_of(measured: dict[str, list[dict]], backend: str, args: argparse.Namespace) -> dict:
+    """Make the metrics from what `train` has returned on each rank.
 
     Args:
         measured: `{sharding: a dict of each rank}`.
@@ -49,8 +54,8 @@ def metrics_of(measured, backend, args):
     return {"backend": backend, "model": args.model, "parameters": memory.count(args), "rows": rows}
 
 
-def finish(metrics, args):
-    """Write metrics.json, draw, print table and last line; the whole metrics."""
+def finish(metrics: dict, args: argparse.Namespace) -> dict:
+    """Write metrics.json, draw, print the table and the last line; return the whole metrics."""
     device = "cpu" if metrics["backend"] == "gloo" else None
     metrics = report.save_metrics(args, metrics, metrics["backend"], device)
     plot([metrics], args)
@@ -70,15 +75,15 @@ def finish(metrics, args):
     return metrics
 
 
-def mb(number):
-    """12.3 MB, 4.5 kB; a dash for what could not be measured."""
+def mb(number: float | None) -> str:
+    """Write megabytes as "12.3 MB" or "4.5 kB"; a dash for what could not be measured."""
     if number is None:
         return "-"
     return f"{number:.3g} MB" if number >= 0.1 or number == 0 else f"{1e3 * number:.3g} kB"
 
 
-def plot(runs, args):
-    """Draw of each way what every rank holds and sends, beside the formulas: `sharding.png`.
+def plot(runs: list[dict], args: argparse.Namespace) -> None:
+    """Draw `sharding.png`: what every rank holds and sends in each way, and the formulas.
 
     Args:
         runs: their metrics; the bytes are the same in each.
@@ -111,7 +116,7 @@ def plot(runs, args):
             axes.grid(visible=False, axis="x")
 
 
-def ruled(axes, place, height, label, style="-"):
-    """A mark across the bars of a way."""
+def ruled(axes: "Axes", place: int, height: float, label: str, style: str = "-") -> None:
+    """Draw a mark across the bars of a way."""
     axes.plot([place - 0.42, place + 0.42], [height, height], style, color="0.2", linewidth=1.2,
               label=label)

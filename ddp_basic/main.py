@@ -21,9 +21,11 @@ over all ranks: every rank takes the step that a single process with all samples
 Last line: basic, checkpoint, model_parallel on 2 ranks: loss 1.169 -> 0.572
 """
 
+import argparse
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -41,12 +43,12 @@ from ddp_basic.data import toy_samples
 JOIN_TIMEOUT_S = 60.0  # processes take seconds to start: a tight --timeout is not for that
 
 
-def role_name(rank, world_size):
-    """All ranks do the same."""
+def role_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank: all ranks do the same."""
     return f"rank{rank}"
 
 
-def setup(rank, world_size, args):
+def setup(rank: int, world_size: int, args: argparse.Namespace) -> None:
     """Join the process group: gloo, or nccl where every rank has a GPU of its own."""
     # Tutorial: MASTER_PORT 12355, where the second run on a machine finds the port taken.
     options = group_options(args, device_for(args.device))
@@ -54,26 +56,26 @@ def setup(rank, world_size, args):
     dist.init_process_group(**options, rank=rank, world_size=world_size)
 
 
-def cleanup():
+def cleanup() -> None:
     """Leave the process group. Not after an error: it would only make the others fail first."""
     dist.destroy_process_group()
 
 
 class ToyModel(nn.Module):
-    """Inputs (n, 10) to outputs (n, 5)."""
+    """Maps inputs (n, 10) to outputs (n, 5)."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.net1 = nn.Linear(10, 10)
         self.relu = nn.ReLU()
         self.net2 = nn.Linear(10, 5)
 
-    def forward(self, x):
-        """On the device of the weights."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the outputs of inputs that are on the device of the weights."""
         return self.net2(self.relu(self.net1(x)))
 
 
-def demo_basic(rank, world_size, args):
+def demo_basic(rank: int, world_size: int, args: argparse.Namespace) -> list[float]:
     """Wrap a model and train it; return this rank's losses, see `train`."""
     device = device_for(args.device)
     torch.manual_seed(args.seed)
@@ -82,7 +84,8 @@ def demo_basic(rank, world_size, args):
     return train(ddp_model, rank, device, args)
 
 
-def train(ddp_model, rank, device, args):
+def train(ddp_model: DDP, rank: int, device: torch.device,
+          args: argparse.Namespace) -> list[float]:
     """Train on the samples of this rank.
 
     Args:
@@ -109,16 +112,21 @@ def train(ddp_model, rank, device, args):
     return [*losses, results.loss_on(inputs, labels, ddp_model.module, loss_fn)]
 
 
-def gpu_of(device):
-    """DDP's `device_ids`. Tutorial: [rank], which needs a GPU for each rank, on one machine."""
+def gpu_of(device: torch.device) -> list[int] | None:
+    """Return DDP's `device_ids`."""
+    # Tutorial: [rank], which needs a GPU for each rank, on one machine.
     return [device.index] if device.type == "cuda" else None
 
 
-def demo_skew(rank, world_size, args):
-    """One rank is slower, and all wait for it, up to `--timeout` ("Skewed Processing Speeds")."""
+def demo_skew(rank: int, world_size: int, args: argparse.Namespace) -> dict[str, list]:
+    """Make one rank slower: all wait for it, up to `--timeout` ("Skewed Processing Speeds").
+
+    Returns:
+        What `timed_steps` returns, as `even_spans` without a slow rank, as `spans` with it.
+    """
     device = device_for(args.device)
     inputs, labels = (tensor.to(device) for tensor in toy_samples(rank, args))
-    # A timeout of its own. gloo: with nccl, a timeout ends the process without a word.
+    # A timeout of its own. gloo: with nccl, a timeout ends the process without a message.
     group = dist.new_group(timeout=timedelta(seconds=args.timeout), backend="gloo")
     spans = {}
     for name, slow_rank in (("even_spans", None), ("spans", args.slow_rank)):
@@ -129,7 +137,8 @@ def demo_skew(rank, world_size, args):
     return spans
 
 
-def timed_steps(ddp_model, inputs, labels, delay, args):
+def timed_steps(ddp_model: DDP, inputs: torch.Tensor, labels: torch.Tensor, delay: float,
+                args: argparse.Namespace) -> list[list[float]]:
     """Train, with extra work of `delay` seconds in every step.
 
     Args:
@@ -143,10 +152,11 @@ def timed_steps(ddp_model, inputs, labels, delay, args):
         end.
 
     Raises:
-        RuntimeError: in words, if the gradients of another rank did not come within the timeout.
+        RuntimeError: if the gradients of another rank did not come within the timeout.
     """
     loss_fn = nn.MSELoss()
     optimizer = optim.SGD(ddp_model.parameters(), lr=args.lr)
+    bar = report.progress(args.steps, "step", show=dist.get_rank() == 0, role="rank0")
     dist.barrier()  # the clocks of all ranks start together
     zero, spans = time.perf_counter(), []
     for step in range(1, args.steps + 1):
@@ -161,12 +171,14 @@ def timed_steps(ddp_model, inputs, labels, delay, args):
             loss.backward()  # the fast ranks wait in here
         optimizer.step()
         spans.append([moment - zero for moment in (started, computed, time.perf_counter())])
+        bar.update()
+    bar.close()
     return spans
 
 
 @contextlib.contextmanager
-def waits_at_most(timeout, step):
-    """Tell in words if a `backward()` in here has waited for longer than the timeout."""
+def waits_at_most(timeout: float, step: int) -> Iterator[None]:
+    """Explain the error if a `backward()` in here has waited for longer than the timeout."""
     started = time.perf_counter()
     try:
         yield
@@ -182,7 +194,7 @@ def waits_at_most(timeout, step):
         ) from error
 
 
-def demo_checkpoint(rank, world_size, args):
+def demo_checkpoint(rank: int, world_size: int, args: argparse.Namespace) -> list[float]:
     """Save on one rank, load on all, train what was loaded; return this rank's losses."""
     device = device_for(args.device)
     torch.manual_seed(args.seed)
@@ -207,22 +219,22 @@ def demo_checkpoint(rank, world_size, args):
 
 
 class ToyMpModel(nn.Module):
-    """The same network, split: its first half on `dev0`, its second on `dev1`."""
+    """Splits the same network: its first half is on `dev0`, its second on `dev1`."""
 
-    def __init__(self, dev0, dev1):
+    def __init__(self, dev0: torch.device, dev1: torch.device) -> None:
         super().__init__()
         self.dev0, self.dev1 = dev0, dev1
         self.net1 = nn.Linear(10, 10).to(dev0)
         self.relu = nn.ReLU()
         self.net2 = nn.Linear(10, 5).to(dev1)
 
-    def forward(self, x):
-        """From any device; the outputs are on `dev1`."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the outputs, on `dev1`, of inputs from any device."""
         x = self.relu(self.net1(x.to(self.dev0)))
         return self.net2(x.to(self.dev1))
 
 
-def demo_model_parallel(rank, world_size, args):
+def demo_model_parallel(rank: int, world_size: int, args: argparse.Namespace) -> list[float]:
     """Train replicas that are each split over two devices; return this rank's losses."""
     # Tutorial: dev0 = rank * 2 and dev1 = rank * 2 + 1, which needs two GPUs for each rank.
     dev0 = dev1 = device_for(args.device)
@@ -240,7 +252,7 @@ DEMOS = {"basic": demo_basic, "checkpoint": demo_checkpoint,
 ALL = ["basic", "checkpoint", "model_parallel"]
 
 
-def run_worker(rank, world_size, args):
+def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Join, run the chosen demos one after the other, leave; rank 0 returns the metrics."""
     setup(rank, world_size, args)
     metrics = {"backend": dist.get_backend()}
@@ -252,8 +264,8 @@ def run_worker(rank, world_size, args):
     return metrics if rank == 0 else None
 
 
-def build_parser():
-    """The flags of this example."""
+def build_parser() -> Parser:
+    """Return the parser of this program's flags."""
     parser = Parser("ddp_basic", __doc__, world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--demo", choices=[*ALL, "all", "skew"], default="all", help="all: the first three")
@@ -266,8 +278,8 @@ def build_parser():
     return parser
 
 
-def main(argv=None):
-    """Run the demos, or `--check`; the metrics or the differences in the process that reports."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Run, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     args.slow_rank = args.world_size - 1 if args.slow_rank is None else args.slow_rank
     if args.slow_rank >= args.world_size:

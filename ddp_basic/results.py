@@ -1,9 +1,13 @@
 """What `main.py` shows: a table for each demo, skew.png, metrics.json, the last line."""
 
+import argparse
 import statistics
+from collections.abc import Callable, Iterable
 
 import torch
-from common import picture, report, timeline_report
+from common import picture, report
+from common.tracing import page
+from torch import nn
 
 DRAWN_STEPS = 5
 WORDS = {
@@ -14,9 +18,7 @@ WORDS = {
            "x": "時間（秒）", "y": "ランク", "forward": "順伝搬と追加の処理",
            "backward with all_reduce": "backward()：ほとんどはほかのランクの待ち"},
 }
-
-
-# What a timeline shows (common/tracing.py).
+# What a timeline shows (common/tracing).
 SPANS = {
     "torch.nn.parallel:DistributedDataParallel.forward": ["forward"],
     "torch:Tensor.backward": ["backward with all_reduce"],
@@ -24,8 +26,9 @@ SPANS = {
 }
 
 
-def loss_on(inputs, labels, model, loss_fn):
-    """The loss of a model as it is.
+def loss_on(inputs: torch.Tensor, labels: torch.Tensor, model: nn.Module,
+            loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+    """Compute the loss of a model as it is.
 
     Raises:
         NotFiniteError: if it is not a number any more.
@@ -34,8 +37,8 @@ def loss_on(inputs, labels, model, loss_fn):
         return report.require_finite(loss_fn(model(inputs), labels), "after the last step")
 
 
-def table(demo, rows, args, show):
-    """The metrics of a demo, from a row of each rank; printed on the rank that shows it.
+def table(demo: str, rows: list, args: argparse.Namespace, show: bool) -> dict[str, object]:
+    """Make the metrics of a demo, from a row of each rank; print them on the rank that shows it.
 
     Args:
         demo: its name.
@@ -58,7 +61,7 @@ def table(demo, rows, args, show):
             "losses_per_rank": rows}
 
 
-def _skew_table(rows, args, show):
+def _skew_table(rows: list[dict], args: argparse.Namespace, show: bool) -> dict[str, list]:
     rows = [{"compute_s": _median((start, backward) for start, backward, _ in row["spans"]),
              "wait_s": _median((backward, end) for _, backward, end in row["spans"]),
              "step_s": _median((start, end) for start, _, end in row["spans"]),
@@ -74,17 +77,17 @@ def _skew_table(rows, args, show):
     return {key: [row[key] for row in rows] for key in rows[0]}
 
 
-def _median(spans):
-    """Of the lengths of (start, end)."""
+def _median(spans: Iterable[tuple[float, float]]) -> float:
+    """Return that of the lengths of (start, end)."""
     return statistics.median(end - start for start, end in spans)
 
 
-def _log(text):
+def _log(text: str) -> None:
     report.log("rank0", text)
 
 
-def finish(metrics, args):
-    """Write metrics.json, draw skew.png, print the last line; the whole metrics."""
+def finish(metrics: dict, args: argparse.Namespace) -> dict:
+    """Write metrics.json, draw skew.png, print the last line; return the whole metrics."""
     metrics = report.save_metrics(args, metrics, metrics["backend"])
     if "skew" in metrics:
         plot_skew(metrics, args)
@@ -99,7 +102,7 @@ def finish(metrics, args):
     return metrics
 
 
-def plot_skew(metrics, args):
+def plot_skew(metrics: dict, args: argparse.Namespace) -> None:
     """Draw the first steps of every rank as bars over time.
 
     Args:
@@ -120,7 +123,7 @@ def plot_skew(metrics, args):
                 (waiting, "backward with all_reduce"),
             ):
                 starts, lengths = zip(*bars[:DRAWN_STEPS], strict=True)
-                axes.barh(rank, lengths, left=starts, height=0.7, **timeline_report.bar(kind),
+                axes.barh(rank, lengths, left=starts, height=0.7, **page.bar(kind),
                           label=words[kind] if rank == 0 else None)
         axes.set_yticks(range(len(spans)))
         axes.invert_yaxis()

@@ -1,11 +1,14 @@
 """The workbook: the learner writes a function of a lesson, whose own `--check` judges it.
 
     catalog.py     what the exercises are: stubs/ and texts/
-    refusing.py    what a learner's file may not have
-    overlay.py     a copy of the lesson with the learner's function in the place of the answer
-    inside.py      in that copy, in every rank: loads the function, notes where each rank waits
-    checking.py    runs the copy's check, ends it where it hangs, and finds out what it means
+    refusing.py    what is said of a learner's file before it is run
+    overlay.py     a copy of the lesson with the learner's text in the place of the answer
+    asking.py      in whose place a prediction stands
+    running.py     runs a program in the copy, and ends it where it hangs
+    observer.py    in that copy, in every rank: writes where its threads are
+    verdict.py     what a run means: findings, exceptions, who waits where
     measuring.py   the same for a number that the learner predicts
+    checking.py    all of it, from the learner's file to the verdict
     words.py       what is said, in Japanese and in English (words.toml)
     watching.py    `make learn`: one exercise after the other, judged whenever the file is saved
 """

@@ -17,19 +17,19 @@ import sys
 from pathlib import Path
 
 from exercises import watching
-from exercises.catalog import HERE, LANGUAGES, Desk, exercises, named
+from exercises.catalog import HERE, LANGUAGES, Desk, Exercise, exercises, named
 from exercises.words import say
 
 
-def language_of_the_user():
-    """Japanese where the locale is, English elsewhere."""
+def language_of_the_user() -> str:
+    """Return "ja" where the locale is Japanese, "en" elsewhere."""
     settings = [os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG")]
     setting = next(filter(None, settings), None) or locale.getlocale()[0] or ""
     return "ja" if setting.lower().startswith("ja") else "en"
 
 
-def build_parser():
-    """The commands."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the commands."""
     parser = argparse.ArgumentParser(prog="python -m exercises", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = ["learn", "list", "run", "hint", "solution", "answer", "reset"]
@@ -44,8 +44,8 @@ def build_parser():
     return parser
 
 
-def main(argv=None):
-    """Run a command; the exit status: 0, or 1 where an exercise is not solved yet."""
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; return the exit status: 0, or 1 where an exercise is not solved yet."""
     args = build_parser().parse_args(argv)
     desk, language = Desk(args.folder), args.lang
     if args.command == "list":
@@ -61,7 +61,7 @@ def main(argv=None):
         watching.Session(desk, language, args.patience).run(exercise)
     elif args.command == "run":
         file = desk.file(exercise)
-        if file.read_text() == exercise.stub.read_text():  # nothing is written yet
+        if file.read_bytes() == exercise.stub.read_bytes():  # nothing is written yet
             watching.introduce(exercise, file, language)
         return 0 if watching.judge(exercise, desk, language, args.patience) else 1
     elif args.command == "hint":
@@ -76,7 +76,7 @@ def main(argv=None):
     return 0
 
 
-def show_list(desk, language):
+def show_list(desk: Desk, language: str) -> int:
     """Print a line for each exercise, and how many are solved."""
     solved = 0
     for one in exercises():
@@ -89,7 +89,7 @@ def show_list(desk, language):
     return 0
 
 
-def show_solution(exercise, language):
+def show_solution(exercise: Exercise, language: str) -> None:
     """Print the lesson's function with its place, and why it is so."""
     text, file, line = exercise.solution()
     key = "solution_of" if line is None else "solution_at"
@@ -98,8 +98,8 @@ def show_solution(exercise, language):
     print(say("why", language, why=exercise.text[language]["why"].strip()))
 
 
-def stopped(*_):
-    """SIGTERM and SIGHUP end a run like Ctrl-C: with all that it has started."""
+def stopped(*_: object) -> None:
+    """End a run at SIGTERM and SIGHUP as at Ctrl-C: with all that it has started."""
     raise KeyboardInterrupt
 
 

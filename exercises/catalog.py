@@ -17,19 +17,22 @@ import ast
 import dataclasses
 import functools
 import json
+import re
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+ASKING = "exercises/asking.py::predict"  # in whose place a prediction stands
 LANGUAGES = ("ja", "en")
 KINDS = ("write", "mend", "measure")
 
 
 @dataclasses.dataclass(frozen=True)
 class Exercise:
-    """One exercise.
+    """Holds one exercise.
 
     Args:
         name: with its number, "03_average_gradients".
@@ -39,30 +42,35 @@ class Exercise:
     name: str
     text: dict
 
-    def __getattr__(self, key):
-        """As in the toml: `kind`, `chapter`, `messages`, ..."""
+    def __getattr__(self, key: str) -> Any:
+        """Return what the toml has: `kind`, `chapter`, `messages`, ..."""
         try:
             return self.text[key]
         except KeyError:
             raise AttributeError(f"{self.name}.toml has no {key}") from None
 
     @property
-    def number(self):
-        """As text, with two digits."""
+    def number(self) -> str:
+        """Return the two digits of its name."""
         return self.name[:2]
 
     @property
-    def function(self):
-        """The name under which the learner's function is looked for."""
-        return self.target.split("::")[1].split(".")[-1] if "target" in self.text else "predict"
+    def target(self) -> str:
+        """Return in whose place the learner's function is put."""
+        return self.text.get("target", ASKING)
 
     @property
-    def stub(self):
-        """The stub as it is shipped."""
+    def function(self) -> str:
+        """Return the name of the learner's function."""
+        return re.split("::|[.]", self.target)[-1]
+
+    @property
+    def stub(self) -> Path:
+        """Return the path of the stub as it is shipped."""
         return HERE / "stubs" / f"{self.name}.py"
 
-    def solution(self):
-        """The text of the answer, its file (from the root) and its first line.
+    def solution(self) -> tuple[str, str, int | None]:
+        """Return the text of the answer, its file (from the root) and its first line.
 
         For write and mend, it is the lesson's own function; for measure, it stands in the toml.
         """
@@ -75,79 +83,80 @@ class Exercise:
         return "\n".join(line[indent:] for line in lines) + "\n", path, first
 
 
-def place_of(text, qualified):
-    """The first line (with decorators), the last line and the indent of a function.
+def place_of(text: str, qualified: str) -> tuple[int, int, int]:
+    """Return the first line (with decorators), the last line and the indent of a definition.
 
     Args:
         text: of a Python file.
-        qualified: "average_gradients" or "ParameterServer.forward".
+        qualified: "average_gradients" or "ParameterServer.forward". Of several, the last one
+            counts, as in Python.
     """
     body = ast.parse(text).body
     for name in qualified.split("."):
-        node = next(node for node in body if getattr(node, "name", None) == name)
+        node = [node for node in body if getattr(node, "name", None) == name][-1]
         body = node.body
     first = min(part.lineno for part in (node, *node.decorator_list))
     return first, node.end_lineno, node.col_offset
 
 
 @functools.cache
-def exercises():
-    """All, in order."""
+def exercises() -> list[Exercise]:
+    """Return all, in order."""
     found = []
     for path in sorted((HERE / "texts").glob("[0-9][0-9]_*.toml")):
         found.append(Exercise(path.stem, tomllib.loads(path.read_text())))
     return found
 
 
-def named(word):
-    """The exercise of a number or a name, "3" or "03_average_gradients"; None if there is none."""
+def named(word: str) -> Exercise | None:
+    """Return the exercise of a number or a name, "3" or "03_average_gradients"."""
     number = word.zfill(2) if word.isdigit() else Path(word).stem
     return next((one for one in exercises() if number in (one.number, one.name)), None)
 
 
 class Desk:
-    """The folder with the learner's files and their progress.
+    """Keeps the learner's files and their progress in a folder.
 
     Args:
         folder: by default the one where the stubs are copied to, `exercises/`.
     """
 
-    def __init__(self, folder=HERE):
+    def __init__(self, folder: Path = HERE) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._progress = self.folder / ".progress.json"
 
-    def file(self, exercise):
-        """The learner's file, a copy of the stub where it is missing."""
+    def file(self, exercise: Exercise) -> Path:
+        """Return the learner's file, a copy of the stub where it is missing."""
         path = self.folder / f"{exercise.name}.py"
         if not path.exists():
             shutil.copyfile(exercise.stub, path)
         return path
 
-    def reset(self, exercise):
+    def reset(self, exercise: Exercise) -> Path:
         """Bring the stub back. What the learner has written stays beside it, as NN_name.py.old."""
         path = self.file(exercise)
         path.replace(path.with_suffix(".py.old"))
         self._change(exercise, solved=False, hints=0)
         return self.file(exercise)
 
-    def solved(self, exercise):
-        """Whether it has passed once."""
+    def solved(self, exercise: Exercise) -> bool:
+        """Return whether it has passed once."""
         return self._progress_of(exercise)["solved"]
 
-    def solve(self, exercise):
+    def solve(self, exercise: Exercise) -> None:
         """Remember that it has passed."""
         self._change(exercise, solved=True)
 
-    def next_hint(self, exercise):
-        """The number of the next hint, from 0; the last one again and again."""
+    def next_hint(self, exercise: Exercise) -> int:
+        """Return the number of the next hint, from 0; the last one again and again."""
         given = self._progress_of(exercise)["hints"]
         last = len(exercise.text["en"]["hints"]) - 1
         self._change(exercise, hints=min(given, last) + 1)
         return min(given, last)
 
-    def next_unsolved(self, after=None):
-        """The first unsolved exercise, or the first one behind another; None if all are solved."""
+    def next_unsolved(self, after: Exercise | None = None) -> Exercise | None:
+        """Return the first unsolved exercise, or the first one behind another; None at the end."""
         order = exercises()
         start = order.index(after) + 1 if after else 0
         return next((one for one in order[start:] + order[:start] if not self.solved(one)), None)

@@ -4,18 +4,19 @@ import queue
 import sys
 import threading
 import time
+from pathlib import Path
 
 import watchfiles
 
+from exercises.catalog import Desk, Exercise
 from exercises.checking import check
-from exercises.measuring import measure
 from exercises.words import say
 
 SETTLE_S = 0.2  # an editor may write a file in several steps
 
 
 class Session:
-    """One exercise after the other, in a terminal.
+    """Goes through one exercise after the other, in a terminal.
 
     Args:
         desk: the learner's files and progress.
@@ -23,12 +24,12 @@ class Session:
         patience: for `check`.
     """
 
-    def __init__(self, desk, language, patience=1.0):
+    def __init__(self, desk: Desk, language: str, patience: float = 1.0) -> None:
         self.desk, self.language, self.patience = desk, language, patience
         self.events = queue.Queue()  # pairs: ("saved", the name of a file), ("typed", a line)
 
-    def run(self, exercise):
-        """Until the learner quits, or all are solved; None."""
+    def run(self, exercise: Exercise) -> None:
+        """Show this exercise and the next ones until the learner quits, or all are solved."""
         stop = threading.Event()
         for listen in (self._listen_to_files, self._listen_to_keys):
             threading.Thread(target=listen, args=(stop,), daemon=True).start()
@@ -51,7 +52,7 @@ class Session:
         self.events.put(("typed", "q"))
 
     def _work_on(self, exercise):
-        """The next exercise, or None to end."""
+        """Return the next exercise, or None to end."""
         file = self.desk.file(exercise)
         print()
         introduce(exercise, file, self.language)
@@ -92,7 +93,7 @@ class Session:
         print(say(key, self.language), flush=True)
 
 
-def introduce(exercise, file, language):
+def introduce(exercise: Exercise, file: Path, language: str) -> None:
     """Print what there is to do."""
     words = exercise.text[language]
     kind = say(exercise.kind, language)
@@ -105,18 +106,13 @@ def introduce(exercise, file, language):
     sys.stdout.flush()
 
 
-def judge(exercise, desk, language, patience=1.0):
-    """Check an exercise, print the verdict and what comes after it; whether it has passed."""
+def judge(exercise: Exercise, desk: Desk, language: str, patience: float = 1.0) -> bool:
+    """Check an exercise, print the verdict and what comes after it; return if it has passed."""
     file = desk.file(exercise)
     print(say("checks", language, name=file.name), flush=True)
-    if exercise.kind == "measure":
-        def show(part):
-            print(say(part[0], language, **part[1]), flush=True)
-
-        verdict = measure(exercise, file, patience, show)
-    else:
-        verdict = check(exercise, file, patience)
-    print(verdict.render(exercise, language), flush=True)
+    verdict = check(exercise, file, patience,
+                    lambda key, values: print(say(key, language, **values), flush=True))
+    print(verdict.render(language), flush=True)
     if verdict.passed:
         desk.solve(exercise)
         words = exercise.text[language]
@@ -127,14 +123,14 @@ def judge(exercise, desk, language, patience=1.0):
     return verdict.passed
 
 
-def give_hint(exercise, desk, language):
+def give_hint(exercise: Exercise, desk: Desk, language: str) -> None:
     """Print the next hint."""
     hints, number = exercise.text[language]["hints"], desk.next_hint(exercise)
     hint = hints[number].strip()
     print(say("hint", language, number=number + 1, all=len(hints), hint=hint), flush=True)
 
 
-def give_answer(exercise, desk, language):
+def give_answer(exercise: Exercise, desk: Desk, language: str) -> None:
     """Print the answer to the question behind an exercise, once that is solved."""
     if desk.solved(exercise):
         answer = exercise.text[language]["answer"].strip()

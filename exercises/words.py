@@ -6,12 +6,14 @@ from pathlib import Path
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
 
 
-def say(key, language, **values):
-    """The words of a key.
+def say(key: str, language: str, **values: object) -> str:
+    """Return the words of a key.
 
     Args:
         key: one of words.toml.
         language: "ja" or "en".
-        values: what its braces stand for.
+        values: what its braces stand for; a dict has it in both languages.
     """
-    return WORDS[key][language].format(**values)
+    said = {name: value[language] if isinstance(value, dict) else value
+            for name, value in values.items()}
+    return WORDS[key][language].format(**said)

@@ -6,20 +6,26 @@ value.
 """
 
 import importlib
+from argparse import Namespace
 from math import prod
-from unittest import mock
+from types import ModuleType
 
 import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, verdict
+from common.recorder import Recorder, gathered
 
-from p2p_collectives.messages import recorded
+from p2p_collectives.messages import record_messages
 
 DELAY_S = 0.1  # of messages, for each rank
 
 
-def single_process(size):
-    """What the ranks hold: `{operation: [[before, after] of each rank]}`, None where undefined."""
+def single_process(size: int) -> dict[str, list[list]]:
+    """Compute what `size` ranks should hold.
+
+    Returns:
+        `{operation: [[before, after] of each rank]}`, lists of numbers; None where it is undefined.
+    """
     ranks = range(size)
     counts = [[rank + 1] for rank in ranks]  # 1, 2, 3, ...
     tens = [[10 * rank] for rank in ranks]
@@ -60,23 +66,24 @@ def single_process(size):
     }
 
 
-def record(rank, world_size, args):
-    """Run the program `args.program`, recorded; rank 0 returns the findings."""
+def record(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run the program `args.program`, recorded; return the findings on rank 0."""
     program = importlib.import_module(args.program)  # it imports this file: the table of a run
-    everyone, leave = [None] * world_size, dist.destroy_process_group
-    with recorded(delay=DELAY_S * (rank + 1)) as messages:
+    not_waited_for = []
+    with Recorder() as recorder:
+        messages = record_messages(recorder, delay=DELAY_S * (rank + 1))
 
-        def gather_and_leave():
-            dist.all_gather_object(everyone, messages.not_waited_for())
+        @recorder.around(dist, "destroy_process_group")
+        def gather_and_leave(leave):
+            not_waited_for.extend(gathered(messages.not_waited_for()))
             leave()
 
-        with mock.patch.object(dist, "destroy_process_group", gather_and_leave):
-            metrics = program.run_worker(rank, world_size, args)
-    return None if rank else compare(metrics, everyone, args)
+        metrics = program.run_worker(rank, world_size, args)
+    return compare(metrics, not_waited_for, args) if rank == 0 else None
 
 
-def check(program, args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Print what was compared; return `{what: difference}` where it is reported, else None."""
     args.program = program.__name__
     return verdict(launch(record, args, program.role_name))
 
@@ -93,8 +100,8 @@ OPERATIONS = {
 }
 
 
-def compare(metrics, not_waited_for, args):
-    """The findings as a dict, on rank 0."""
+def compare(metrics: dict, not_waited_for: list[int], args: Namespace) -> dict:
+    """Hold the metrics of a run, and its requests by rank, against one process."""
     findings = Comparison(f"{args.world_size} processes")
     oracle = single_process(args.world_size)
     demos = OPERATIONS if args.demo == "all" else [args.demo]
@@ -117,7 +124,7 @@ def compare(metrics, not_waited_for, args):
     return findings.as_dict()
 
 
-def side_by_side(row):
-    """Before and after, without what is undefined."""
+def side_by_side(row: list) -> dict[str, list[float]]:
+    """Name the cells of a row, `before` and `after`, without what is undefined."""
     cells = zip(("before", "after"), row, strict=True)
     return {name: cell for name, cell in cells if cell is not None}

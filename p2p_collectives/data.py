@@ -4,18 +4,19 @@ All ranks have as many steps, and every sample is used once in each epoch.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
 
-def steps_of_epoch(partitions, global_batch_size):
-    """How many samples all ranks together have in each step of an epoch.
+def steps_of_epoch(partitions: Sequence[torch.Tensor], global_batch_size: int) -> list[int]:
+    """Compute how many samples all ranks together have in each step of an epoch.
 
     On average about `global_batch_size`. The same number of steps on all ranks, or one would wait
     for ever; each rank has a sample in every step.
 
     Args:
-        partitions: the positions of all ranks, a list of tensors.
+        partitions: the positions of each rank.
         global_batch_size: samples of all ranks together in one step, at least one for each.
     """
     n_samples = sum(map(len, partitions))
@@ -25,13 +26,14 @@ def steps_of_epoch(partitions, global_batch_size):
     return [sum(pieces) for pieces in zip(*lengths, strict=True)]
 
 
-def cut(index, steps, rank):
+def cut(index: torch.Tensor, steps: int, rank: int) -> tuple[torch.Tensor, ...]:
     """Cut positions into a piece for each step; some, on each rank others, are longer by one."""
     pieces = index.tensor_split(steps)
     return pieces[-rank % steps :] + pieces[: -rank % steps]
 
 
-def batches(train_set, global_batches, rank):
+def batches(train_set: Sequence, global_batches: list[int],
+            rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
     """Shuffle the part of a rank, and cut it into its pieces of the global batches.
 
     Args:

@@ -4,6 +4,7 @@ import itertools
 import os
 import socket
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ SOCKET_BUFFER_BYTES = 256 * 2**10
 
 
 class RingAllReduce:
-    """`ring_chunked`, as fast as it gets in Python: call it to sum a contiguous tensor in place.
+    """Sums a contiguous tensor in place when called: `ring_chunked`, as fast as Python allows.
 
     - Receives are posted before the data come. A message that nobody waits for must first ask where
       to go.
@@ -32,12 +33,14 @@ class RingAllReduce:
         ranks: in the ring, in their order; None for all.
     """
 
-    def __init__(self, dtype, group=None, segment_bytes=8 * 2**20, n_buffers=2, ranks=None):
+    def __init__(self, dtype: torch.dtype, group: dist.ProcessGroup | None = None,
+                 segment_bytes: int = 8 * 2**20, n_buffers: int = 2,
+                 ranks: Sequence[int] | None = None) -> None:
         self.group, self.segment_size = group, segment_bytes // dtype.itemsize
         self.ranks = range(dist.get_world_size()) if ranks is None else ranks
         self.buffers = [torch.empty(self.segment_size, dtype=dtype) for _ in range(n_buffers)]
 
-    def __call__(self, tensor):
+    def __call__(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` over all ranks: bitwise identical on all, as each chunk is added up once."""
         rank, size = self.ranks.index(dist.get_rank()), len(self.ranks)
         if size == 1:
@@ -88,7 +91,7 @@ class RingAllReduce:
             request.wait()
 
 
-def group_with_small_buffers():
+def group_with_small_buffers() -> dist.ProcessGroup:
     """Make a group of all ranks of one machine whose connections hold little data at a time.
 
     By default several megabytes are on their way from rank to rank inside the kernel, more than a
@@ -110,6 +113,6 @@ def group_with_small_buffers():
     return group
 
 
-def _sockets():
-    """The descriptors of the sockets of this process; gloo does not say which are its own."""
+def _sockets() -> set[int]:
+    """Return the descriptors of this process's sockets; which are gloo's, nobody can see."""
     return {int(path.name) for path in Path("/proc/self/fd").glob("*") if path.is_socket()}

@@ -20,6 +20,7 @@ Last line:
 
 import os
 import socket
+from argparse import Namespace
 from datetime import timedelta
 from multiprocessing import parent_process
 from pathlib import Path
@@ -34,20 +35,20 @@ from common.program import run_program
 EXAMPLE = "p2p_collectives/init_methods"
 
 
-def role_name(rank, world_size):
-    """All ranks are alike."""
+def role_name(rank: int, world_size: int) -> str:
+    """Name a rank; all are alike."""
     return f"rank{rank}"
 
 
-def run(rank, size):
+def run(rank: int, size: int) -> float:
     """Add up over all ranks; only if all have met can the sum be right."""
     tensor = torch.tensor([rank + 1.0])
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
     return tensor.item()
 
 
-def init_process(rank, size, args, backend="gloo"):
-    """Everything is in the environment. Returns what the process had to know."""
+def init_process(rank: int, size: int, args: Namespace, backend: str = "gloo") -> str:
+    """Meet by what is in the environment; return what the process had to know."""
     if not dist.is_torchelastic_launched():  # torchrun has set all four
         os.environ["MASTER_ADDR"] = args.master_addr
         # Tutorial: 29500, which two runs side by side would share.
@@ -58,10 +59,10 @@ def init_process(rank, size, args, backend="gloo"):
     return " ".join(f"{name}={os.environ[name]}" for name in names)
 
 
-def init_file(rank, size, args):
-    """A file is the store. It must not exist before: what an earlier run left would be read.
+def init_file(rank: int, size: int, args: Namespace) -> str:
+    """Meet in a file, which is the store; return what the process had to know.
 
-    Returns what the process had to know.
+    It must not exist before: what an earlier run left would be read.
     """
     # By default one of this run alone: all ranks have one launcher, which removes what is left.
     file = args.file or args.output_dir / f".sharedfile.{parent_process().pid}.tmp"
@@ -71,8 +72,8 @@ def init_file(rank, size, args):
     return f"init_method={init_method!r}, rank={rank}, world_size={size}"
 
 
-def init_tcp(rank, size, args):
-    """Address, rank and world size are arguments. Returns what the process had to know."""
+def init_tcp(rank: int, size: int, args: Namespace) -> str:
+    """Meet at an address, which is an argument; return what the process had to know."""
     init_method = f"tcp://{args.master_addr}:{args.master_ports['tcp']}"
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size,
                             timeout=timedelta(seconds=args.timeout))
@@ -82,7 +83,7 @@ def init_tcp(rank, size, args):
 METHODS = {"env": init_process, "tcp": init_tcp, "file": init_file}
 
 
-def run_worker(rank, world_size, args):
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Meet, add up, part, with each method; rank 0 returns what everyone knew and the sums."""
     meetings = []
     if args.rank is None and not dist.is_torchelastic_launched():
@@ -98,15 +99,15 @@ def run_worker(rank, world_size, args):
     return {"meetings": meetings} if rank == 0 else None
 
 
-def free_port():
-    """A port of this machine that is free now; another program could take it before rank 0 does."""
+def free_port() -> int:
+    """Find a port of this machine that is free now; another program could take it before rank 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def build_parser():
-    """The flags of this example."""
+def build_parser() -> Parser:
+    """Make the parser of the flags of this example."""
     parser = Parser(EXAMPLE, __doc__, world_size=3)
     add = parser.add_argument
     add("--method", choices=[*METHODS, "all"], default="all", help="how the processes meet")
@@ -115,8 +116,12 @@ def build_parser():
     return parser
 
 
-def require_meeting(args):
-    """Refuse what the ranks could not meet by, before any process starts."""
+def require_meeting(args: Namespace) -> None:
+    """Refuse what the ranks could not meet by, before any process starts.
+
+    Raises:
+        SystemExit: 2 after one line.
+    """
     manual = args.rank is not None
     if dist.is_torchelastic_launched() and args.method != "env":
         refuse(f"--method {args.method} must be env under torchrun, which says where to meet")
@@ -138,8 +143,8 @@ def require_meeting(args):
                    f"{path}: it becomes a part of a URL")
 
 
-def main(argv=None):
-    """Meet, in one or in all ways; the metrics in the process that reports, None elsewhere."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Meet, or `--check`; metrics or differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     require_meeting(args)
     if args.rank is not None:
@@ -150,8 +155,15 @@ def main(argv=None):
     return run_program(run_worker, args, role_name, finish)
 
 
-def finish(metrics, args):
-    """Write metrics.json, print what each process had to know, and the last line."""
+def finish(metrics: dict, args: Namespace) -> dict:
+    """Write metrics.json, print what each process had to know, and the last line.
+
+    Returns:
+        The whole metrics.
+
+    Raises:
+        SystemExit: 1 if a sum is wrong.
+    """
     metrics = report.save_metrics(args, metrics, backend="gloo", device="cpu")
     for meeting in metrics["meetings"]:
         print(f"\n--method {meeting['method']}")

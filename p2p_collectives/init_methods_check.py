@@ -5,60 +5,59 @@ the group that came of it, what the rank brought to the sum and what it took awa
 """
 
 import os
-from unittest import mock
+from argparse import Namespace
+from types import ModuleType
 
 import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, verdict
+from common.recorder import Recorder, gathered
 
 from p2p_collectives import init_methods as lesson
 
 
-def single_process(args):
-    """For each rank: its group (rank, world size, timeout), its number, the sum of all numbers."""
+def single_process(args: Namespace) -> list[dict[str, list]]:
+    """Compute for each rank its group (rank, world size, timeout), its number, and the sum."""
     numbers = [1.0 + rank for rank in range(args.world_size)]
     return [{"group": [rank, args.world_size, args.timeout], "brought": [number],
              "took": [sum(numbers)]} for rank, number in enumerate(numbers)]
 
 
-def record(rank, world_size, args):
-    """Run the lesson with a recorder; rank 0 returns the findings."""
-    everyone, recorded = [], []
-    init, add_up, leave = dist.init_process_group, dist.all_reduce, dist.destroy_process_group
+def record(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run the lesson, recorded; return the findings on rank 0."""
+    everyone, meetings = [], []
+    with Recorder() as recorder:
+        @recorder.around(dist, "init_process_group")
+        def meet(original, backend=None, init_method=None, timeout=None, **options):
+            original(backend, init_method=init_method, timeout=timeout, **options)
+            known = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+            group = [dist.get_rank(), dist.get_world_size(), timeout.total_seconds()]
+            meetings.append({"method": (init_method or "env://").partition("://")[0],
+                             "place": init_method, "environment": known, "group": group,
+                             "backend": dist.get_backend()})
 
-    def recorded_init(backend=None, init_method=None, timeout=None, **options):
-        init(backend, init_method=init_method, timeout=timeout, **options)
-        known = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
-        recorded.append({"method": (init_method or "env://").partition("://")[0],
-                         "place": init_method, "environment": known,
-                         "group": [dist.get_rank(), dist.get_world_size(), timeout.total_seconds()],
-                         "backend": dist.get_backend()})
+        @recorder.around(dist, "all_reduce")
+        def add_up(original, tensor, *place, **options):
+            meetings[-1]["brought"] = tensor.tolist()
+            original(tensor, *place, **options)
+            meetings[-1]["took"] = tensor.tolist()
 
-    def recorded_sum(tensor, *place, **options):
-        recorded[-1]["brought"] = tensor.tolist()
-        add_up(tensor, *place, **options)
-        recorded[-1]["took"] = tensor.tolist()
+        @recorder.around(dist, "destroy_process_group")
+        def gather_and_leave(leave):
+            everyone.append(gathered(meetings[-1]))
+            leave()
 
-    def gather_and_leave():
-        of_ranks = [None] * world_size
-        dist.all_gather_object(of_ranks, recorded[-1])
-        everyone.append(of_ranks)
-        leave()
-
-    with (mock.patch.object(dist, "init_process_group", recorded_init),
-          mock.patch.object(dist, "all_reduce", recorded_sum),
-          mock.patch.object(dist, "destroy_process_group", gather_and_leave)):
         metrics = lesson.run_worker(rank, world_size, args)
     return compare(metrics, everyone, args) if rank == 0 else None
 
 
-def check(program, args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Print what was compared; return `{what: difference}` where it is reported, else None."""
     return verdict(launch(record, args, program.role_name))
 
 
-def compare(metrics, everyone, args):
-    """The findings as a dict, on rank 0; `everyone` has each meeting of each rank."""
+def compare(metrics: dict, everyone: list[list[dict]], args: Namespace) -> dict:
+    """Hold a run, of which `everyone` has each meeting of each rank, against one process."""
     findings = Comparison(f"{args.world_size} processes")
     methods = ["env", "tcp", "file"] if args.method == "all" else [args.method]
     met = [[of_rank["method"] for of_rank in meeting] for meeting in everyone]
@@ -77,8 +76,9 @@ def compare(metrics, everyone, args):
     return findings.as_dict()
 
 
-def compare_words(findings, method, meeting, reported, args):
-    """What the lesson says each process knew, against what it called `init_process_group` with."""
+def compare_words(findings: Comparison, method: str, meeting: list[dict], reported: dict,
+                  args: Namespace) -> None:
+    """Hold what each process knew, as it was reported, against what `init_process_group` got."""
     places = {of_rank["place"] for of_rank in meeting}
     where = next(iter(places)) or ""
     expected, alike = [], len(places) == 1 and reported["method"] == method

@@ -41,7 +41,7 @@ def role_name(rank: int, world_size: int) -> str:
 
 
 class Outcome(NamedTuple):
-    """One operation as one rank saw it; tensors, or None where there is nothing to see."""
+    """Describes an operation as one rank saw it: tensors, or None where there is nothing to see."""
 
     operation: str
     says: str

@@ -1,63 +1,64 @@
 """What the oracles of this folder record of each message: its size, its receiver, who waited."""
 
-import contextlib
 import time
-from unittest import mock
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from common.recorder import Recorder
 from torch.distributed import distributed_c10d
 
 
 class Request:
-    """A request like the one it holds, which remembers whether somebody has waited for it."""
+    """Stands for the request that it holds, and remembers whether somebody has waited for it."""
 
-    def __init__(self, work):
+    def __init__(self, work: dist.Work) -> None:
         self.work, self.waited = work, False
 
-    def wait(self, *timeout):
-        """Until the message has been sent, or is there."""
+    def wait(self, *timeout: timedelta) -> bool:
+        """Return when the message has been sent, or is there."""
         self.waited = True
         return self.work.wait(*timeout)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.work, name)
 
 
 class Messages:
-    """The messages that this rank has sent without waiting, in order; and all its requests."""
+    """Keeps what this rank has sent without waiting, in order, and all its requests."""
 
-    def __init__(self):
-        self.requests, self.sent = [], []  # (receiver, bytes)
+    def __init__(self) -> None:
+        self.requests, self.sent = [], []  # [receiver, bytes]
 
-    def not_waited_for(self):
-        """How many requests nobody has waited for."""
+    def not_waited_for(self) -> int:
+        """Count the requests for which nobody has waited."""
         return sum(not request.waited for request in self.requests)
 
 
-@contextlib.contextmanager
-def recorded(delay=0.0):
-    """Record `isend` and `irecv` of this process.
+def record_messages(recorder: Recorder, delay: float = 0.0) -> Messages:
+    """Record `isend` and `irecv` of this process from now on.
 
     Args:
+        recorder: takes the recording out again.
         delay: seconds before each message is sent: who reads without waiting, reads the old value.
 
-    Yields:
-        The `Messages`.
+    Returns:
+        The messages, to which each one is added.
     """
-    messages, isend, irecv = Messages(), dist.isend, dist.irecv
+    messages = Messages()
 
-    def sending(tensor, dst=None, *group, **options):
+    @recorder.around(dist, "isend")
+    def isend(original, tensor, dst=None, *group, **options):
         time.sleep(delay)
         messages.sent.append([dst, tensor.numel() * tensor.element_size()])
-        messages.requests.append(Request(isend(tensor, dst, *group, **options)))
+        messages.requests.append(Request(original(tensor, dst, *group, **options)))
         return messages.requests[-1]
 
-    def receiving(*place, **options):
-        messages.requests.append(Request(irecv(*place, **options)))
+    @recorder.around(dist, "irecv")
+    def irecv(original, *place, **options):
+        messages.requests.append(Request(original(*place, **options)))
         return messages.requests[-1]
 
-    with contextlib.ExitStack() as patches:
-        for module in (dist, distributed_c10d):  # P2POp looks there
-            patches.enter_context(mock.patch.object(module, "isend", sending))
-            patches.enter_context(mock.patch.object(module, "irecv", receiving))
-        yield messages
+    for name in ("isend", "irecv"):
+        recorder.put(distributed_c10d, name, getattr(dist, name))  # P2POp looks there
+    return messages

@@ -1,12 +1,14 @@
 """What `main.py` shows: a table for each operation, metrics.json, the last line."""
 
+from argparse import Namespace
+
 from common import report
 
 from p2p_collectives.check import single_process  # what each operation should give
 
 COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter",
                "all_to_all", "barrier", "new_group"]
-# What a timeline shows (common/tracing.py).
+# What a timeline shows (common/tracing).
 SPANS = {
     "torch.distributed:send": ["send"],
     "torch.distributed:recv": ["recv"],
@@ -15,8 +17,8 @@ SPANS = {
 }
 
 
-def finish(metrics, args):
-    """Write metrics.json, print the tables and the last line; the whole metrics.
+def finish(metrics: dict, args: Namespace) -> dict:
+    """Write metrics.json, print the tables and the last line; return the whole metrics.
 
     Raises:
         SystemExit: 1 if a rank holds what it should not.
@@ -42,7 +44,7 @@ def finish(metrics, args):
     return metrics
 
 
-def show(operation):
+def show(operation: dict) -> None:
     """Print the table of an operation: a row per rank."""
     print(f"\n{operation['operation']}: {operation['says']}")
     rows = [[*("" if cell is None else " ".join(f"{number:g}" for number in cell) for cell in row),

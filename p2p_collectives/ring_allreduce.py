@@ -26,6 +26,8 @@ Last line, about:
 """
 
 import time
+from argparse import Namespace
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -41,13 +43,13 @@ EXAMPLE = "p2p_collectives/ring_allreduce"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 
 
-def role_name(rank, world_size):
-    """All ranks are alike."""
+def role_name(rank: int, world_size: int) -> str:
+    """Name a rank; all are alike."""
     return f"rank{rank}"
 
 
-def allreduce(send, recv):
-    """The whole tensor goes round the ring and is added at every stop.
+def allreduce(send: torch.Tensor, recv: torch.Tensor) -> None:
+    """Send whole tensors round the ring, and add them up at every stop.
 
     Args:
         send: this rank's tensor, of any shape.
@@ -77,8 +79,8 @@ def allreduce(send, recv):
     recv[:] = accum[:]
 
 
-def ring_chunked(tensor):
-    """The exercise that the tutorial leaves to its reader: sum a contiguous tensor in place.
+def ring_chunked(tensor: torch.Tensor) -> None:
+    """Sum a contiguous tensor in place: the exercise that the tutorial leaves to its reader.
 
     Tutorial: sends the whole tensor N-1 times, N/2 times the bytes.
     """
@@ -103,22 +105,28 @@ def ring_chunked(tensor):
         send_req.wait()
 
 
-def algorithms(dtype):
-    """The sums in place, `{name: function}`, the library's first. All ranks must call this."""
+def algorithms(dtype: torch.dtype) -> dict[str, Callable[[torch.Tensor], object]]:
+    """Make the sums in place, `{name: function}`, the library's first. All ranks must call this."""
     return {"all_reduce": dist.all_reduce, "ring_naive": lambda tensor: allreduce(tensor, tensor),
             "ring_chunked": ring_chunked,
             "RingAllReduce": RingAllReduce(dtype, group_with_small_buffers())}
 
 
-def contribution(rank, n, dtype):
-    """The tensor of one rank, of n elements: whole numbers, whose sum is exact in any order."""
+def contribution(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Make the tensor of one rank (n,): whole numbers, whose sum is exact in any order."""
     return (torch.arange(n) % 100 + rank).to(dtype)
 
 
-def measure(rank, world_size, args):
-    """Time all algorithms in turns, A B C D A B C D, so that a noisy machine cannot favour one."""
+def measure(rank: int, world_size: int, args: Namespace) -> list[dict]:
+    """Time all algorithms in turns, A B C D A B C D, so that a noisy machine cannot favour one.
+
+    Returns:
+        For each size and algorithm a row, of the median of its rounds in seconds: see `rows_of`.
+    """
     rows, dtype = [], DTYPES[args.dtype]
     ways = algorithms(dtype)
+    bar = report.progress(len(args.sizes) * (args.repeats + 1) * len(ways), "sum",
+                          show=rank == 0, role="rank0")
     for n_bytes in args.sizes:
         mine = contribution(rank, n_bytes // dtype.itemsize, dtype)
         tensor, seconds = torch.empty_like(mine), {name: [] for name in ways}
@@ -133,13 +141,15 @@ def measure(rank, world_size, args):
                 results.require_sum(name, tensor, world_size)
                 if repeat > 0:  # the first round connects the ranks and touches the memory
                     seconds[name].append(slowest.item())
+                bar.update()
         rows += results.rows_of(seconds, world_size, n_bytes)
         if rank == 0:
             report.log("rank0", f"{results.size_text(n_bytes)}: timed {args.repeats} rounds")
+    bar.close()
     return rows
 
 
-def run_worker(rank, world_size, args):
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Join, measure, leave; rank 0 returns the rows."""
     dist.init_process_group(**group_options(args), rank=rank, world_size=world_size)
     rows = measure(rank, world_size, args)
@@ -147,8 +157,8 @@ def run_worker(rank, world_size, args):
     return {"rows": rows} if rank == 0 else None
 
 
-def build_parser():
-    """The flags of this example."""
+def build_parser() -> Parser:
+    """Make the parser of the flags of this example."""
     parser = Parser(EXAMPLE, __doc__, world_size=4)
     add = parser.add_argument
     add("--sizes", type=bounded(int, at_least=1), nargs="+", default=[2**14, 2**20, 2**26],
@@ -159,8 +169,8 @@ def build_parser():
     return parser
 
 
-def main(argv=None):
-    """Measure, or `--check`; the metrics or the differences in the process that reports."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Measure, or `--check`; metrics or differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     for n_bytes in args.sizes:
         if n_bytes % DTYPES[args.dtype].itemsize:

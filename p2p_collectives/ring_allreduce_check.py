@@ -10,16 +10,17 @@ each sum: the times that the lesson reports must be made of these.
 import statistics
 import time
 from argparse import Namespace
-from unittest import mock
+from functools import partial
+from types import ModuleType
 
 import torch
-import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
+from common.recorder import Recorder, gathered
 
 from p2p_collectives import ring_allreduce as lesson
 from p2p_collectives.fast_ring import RingAllReduce
-from p2p_collectives.messages import recorded
+from p2p_collectives.messages import record_messages
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 REPEATS = 3
@@ -29,21 +30,21 @@ TIMED = "float32"
 RINGS = ("ring_naive", "ring_chunked", "RingAllReduce", "RingAllReduce_short")
 
 
-def single_process(args):
-    """The sum of all ranks, `{dtype: {bytes: tensor}}`."""
+def single_process(args: Namespace) -> dict[str, dict[int, torch.Tensor]]:
+    """Sum the numbers of all ranks: `{dtype: {bytes: tensor}}`."""
     return {name: {size: sum(numbers_of(rank, size // dtype.itemsize, dtype, args.seed)
                              for rank in range(args.world_size)) for size in args.sizes}
             for name, dtype in DTYPES.items()}
 
 
-def numbers_of(rank, n, dtype, seed):
-    """What a rank adds to the sum: n random numbers, others on each rank."""
+def numbers_of(rank: int, n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Draw what a rank adds to the sum: n random numbers, others on each rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return (1e6 * torch.randn(n, dtype=torch.float64, generator=generator)).to(dtype)
 
 
-def messages_of(name, rank, world_size, n_bytes, itemsize):
-    """How many bytes a rank should send, and a list of those to whom it should send them."""
+def messages_of(name: str, rank: int, world_size: int, n_bytes: int, itemsize: int) -> list:
+    """Compute how many bytes a rank should send, and the list of ranks that should get them."""
     if world_size == 1:
         return [0, []]
     shorter, longer = divmod(n_bytes // itemsize, world_size)  # so many chunks are longer
@@ -55,11 +56,27 @@ def messages_of(name, rank, world_size, n_bytes, itemsize):
     return [total, [(rank + 1) % world_size]]
 
 
-def record(rank, world_size, args):
-    """Run the lesson with a recorder, once for each type; rank 0 returns the findings."""
-    calls, rows, everyone = [], {}, [None] * world_size
-    original_measure, original_algorithms = lesson.measure, lesson.algorithms
-    with recorded() as messages:
+def record(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run the lesson, recorded, once for each type; return the findings on rank 0."""
+    calls, rows, everyone = [], {}, []
+    with Recorder() as recorder:
+        messages = record_messages(recorder)
+        recorder.put(lesson, "contribution", partial(numbers_of, seed=args.seed))
+        recorder.put(lesson.results, "require_sum", lambda *_: None)  # of other numbers
+
+        @recorder.around(lesson, "measure")
+        def measure(original, rank, world_size, args):
+            for dtype in DTYPES:
+                flags = Namespace(**{**vars(args), "dtype": dtype})
+                rows[dtype] = original(rank, world_size, flags)
+            everyone.extend(gathered([calls, messages.not_waited_for()]))
+            return rows
+
+        @recorder.around(lesson, "algorithms")
+        def algorithms(original, dtype):
+            ways, counts = original(dtype), {}
+            ways["RingAllReduce_short"] = RingAllReduce(dtype, segment_bytes=256)
+            return {name: recording(name, ring, counts) for name, ring in ways.items()}
 
         def recording(name, all_reduce, counts):
             def summed(tensor):
@@ -76,37 +93,20 @@ def record(rank, world_size, args):
 
             return summed
 
-        def algorithms(dtype):
-            ways, counts = original_algorithms(dtype), {}
-            ways["RingAllReduce_short"] = RingAllReduce(dtype, segment_bytes=256)
-            return {name: recording(name, ring, counts) for name, ring in ways.items()}
-
-        def measure_all(rank, world_size, args):
-            for dtype in DTYPES:
-                flags = Namespace(**{**vars(args), "dtype": dtype})
-                rows[dtype] = original_measure(rank, world_size, flags)
-            dist.all_gather_object(everyone, [calls, messages.not_waited_for()])
-            return rows
-
-        with (mock.patch.object(lesson, "measure", measure_all),
-              mock.patch.object(lesson, "algorithms", algorithms),
-              mock.patch.object(lesson.results, "require_sum"),  # of other numbers
-              mock.patch.object(lesson, "contribution",
-                                lambda rank, n, dtype: numbers_of(rank, n, dtype, args.seed))):
-            lesson.run_worker(rank, world_size, args)
+        lesson.run_worker(rank, world_size, args)
     return compare(rows, everyone, args) if rank == 0 else None
 
 
-def check(program, args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Print what was compared; return `{what: difference}` where it is reported, else None."""
     n = args.world_size
     args.sizes = [8 * count for count in (0, 1, n - 1, n, n + 1, 1000)]  # in bytes
     args.repeats = REPEATS
     return verdict(launch(record, args, program.role_name))
 
 
-def compare(rows, everyone, args):
-    """The findings as a dict, on rank 0; `everyone` has what all ranks recorded."""
+def compare(rows: dict[str, list[dict]], everyone: list[list], args: Namespace) -> dict:
+    """Hold the rows of each type, and what all ranks have recorded, against one process."""
     findings = Comparison(f"{args.world_size} processes")
     oracle, ranks = single_process(args), range(args.world_size)
     calls = [of_rank for of_rank, _ in everyone]
@@ -140,8 +140,9 @@ def compare(rows, everyone, args):
     return findings.as_dict()
 
 
-def compare_times(findings, name, rows, calls, args):
-    """The row of the largest size, against the times of the slowest rank, without the first."""
+def compare_times(findings: Comparison, name: str, rows: list[dict], calls: list[list[dict]],
+                  args: Namespace) -> None:
+    """Hold the row of the largest size against the slowest rank's times, without the first."""
     size = args.sizes[-1]
     rounds = [[call["seconds"] for call in of_rank
                if (call["name"], call["dtype"], call["bytes"]) == (name, TIMED, size)]

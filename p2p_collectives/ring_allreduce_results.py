@@ -1,9 +1,14 @@
 """What `ring_allreduce.py` makes of its times: bandwidths, alpha-beta model, tables, pictures."""
 
 import statistics
+from argparse import Namespace
+from typing import TYPE_CHECKING
 
 import torch
 from common import picture, report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 OTHER_WORLDS = (8, 64, 1024)  # for which the model is printed
 DRAWN_WORLDS = (8, 32, 128, 1024)
@@ -34,8 +39,8 @@ WORDS = {
 }
 
 
-def require_sum(name, tensor, world_size):
-    """What is summed wrongly is not timed.
+def require_sum(name: str, tensor: torch.Tensor, world_size: int) -> None:
+    """Require a sum to be right: what is wrong is not timed.
 
     Args:
         name: of the algorithm.
@@ -51,33 +56,33 @@ def require_sum(name, tensor, world_size):
         raise ArithmeticError(f"{name} has summed {size_text(tensor.nbytes)} wrongly")
 
 
-def rows_of(seconds, world_size, n_bytes):
-    """One row per algorithm, from the seconds of all its rounds."""
+def rows_of(seconds: dict[str, list[float]], world_size: int, n_bytes: int) -> list[dict]:
+    """Make a row for each algorithm, from the seconds of all its rounds."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return [{"world_size": world_size, "bytes": n_bytes, "algorithm": name, "median_s": median,
              "bus_GBps": bus_bandwidth(world_size, n_bytes, median) / 1e9,
              "vs_all_reduce": medians["all_reduce"] / median} for name, median in medians.items()]
 
 
-def bus_bandwidth(world_size, n_bytes, seconds):
-    """Bytes per second that every rank must at least send for an all-reduce, by any algorithm."""
+def bus_bandwidth(world_size: int, n_bytes: float, seconds: float) -> float:
+    """Compute the bytes/s that every rank must at least send, by any algorithm."""
     return 2 * (world_size - 1) / world_size * n_bytes / seconds
 
 
-def model_seconds(world_size, n_bytes, alpha, beta):
-    """The alpha-beta model of a ring: 2(N-1) messages of S/N bytes.
+def model_seconds(world_size: int, n_bytes: float, alpha: float, beta: float) -> float:
+    """Compute the alpha-beta model of a ring: 2(N-1) messages of S/N bytes.
 
     A message costs alpha seconds, and its bytes travel at beta bytes per second.
     """
     return 2 * (world_size - 1) * (alpha + n_bytes / (world_size * beta))
 
 
-def fit_model(world_size, points):
+def fit_model(world_size: int, points: list[tuple[int, float]]) -> tuple[float, float] | None:
     """Fit alpha (s) and beta (bytes/s), with the smallest relative squared errors.
 
     Args:
         world_size: of the ring.
-        points: of (bytes, seconds).
+        points: (bytes, seconds) of each size.
 
     Returns:
         Both; or None if the points do not determine them: a single size, or only sizes whose bytes
@@ -88,8 +93,8 @@ def fit_model(world_size, points):
                 for n_bytes, seconds in points])
 
 
-def fit(points):
-    """As `fit_model`, of points of (messages, bytes, seconds) for any way to communicate."""
+def fit(points: list[tuple[float, float, float]]) -> tuple[float, float] | None:
+    """Fit as `fit_model`, to points of (messages, bytes, seconds), any way to communicate."""
     from scipy.optimize import nnls
 
     # T = messages * alpha + bytes * 1/beta, each equation divided by its T; no negative results.
@@ -101,16 +106,20 @@ def fit(points):
     return (alpha, 1 / inverse_beta) if inverse_beta > 0 else None
 
 
-def size_text(n_bytes):
-    """64 MiB, 16 KiB, 100 B."""
+def size_text(n_bytes: int) -> str:
+    """Write a number of bytes as "64 MiB", "16 KiB", "100 B"."""
     for unit, bytes_of in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= bytes_of:
             return f"{n_bytes / bytes_of:.4g} {unit}"
     return f"{n_bytes} B"
 
 
-def finish(metrics, args):
-    """Fit the model, draw, write metrics.json, print tables and last line; the whole metrics."""
+def finish(metrics: dict, args: Namespace) -> dict:
+    """Fit the model, draw, write metrics.json, print the tables and the last line.
+
+    Returns:
+        The whole metrics.
+    """
     if args.world_size > 1:
         points = [(row["bytes"], row["median_s"]) for row in metrics["rows"]
                   if row["algorithm"] == "RingAllReduce"]
@@ -129,7 +138,7 @@ def finish(metrics, args):
     return metrics
 
 
-def plot(runs, args):
+def plot(runs: list[dict], args: Namespace) -> None:
     """Draw what one or several runs have measured, `bandwidth.png`; and the model, `model.png`."""
     path, rows = args.output_dir / "bandwidth.png", runs[0]["rows"]
     sizes, ranks = sorted(set(args.sizes)), runs[0]["world_size"]
@@ -156,7 +165,8 @@ def plot(runs, args):
             scale(axes, DRAWN_SIZES)
 
 
-def plot_model(axes, sizes, world_size, models, **look):
+def plot_model(axes: "Axes", sizes: list[int], world_size: int, models: list[tuple[float, float]],
+               **look) -> None:
     """Draw the bandwidths that the median of the models has between the smallest and largest size.
 
     Args:
@@ -170,8 +180,8 @@ def plot_model(axes, sizes, world_size, models, **look):
         world_size, n_bytes, alpha, beta)) / 1e9 for n_bytes in curve], **look)
 
 
-def scale(axes, sizes):
-    """Both axes by powers; the sizes in words."""
+def scale(axes: "Axes", sizes: list[int]) -> None:
+    """Scale both axes by powers, with the sizes in words."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
@@ -179,7 +189,7 @@ def scale(axes, sizes):
     axes.minorticks_off()
 
 
-def show(metrics, args):
+def show(metrics: dict, args: Namespace) -> None:
     """Print the tables: measured, and modelled."""
     print(f"\n{'size':10}{'algorithm':16}{'median':>12}{'bus GB/s':>12}{'all_reduce = 1':>18}")
     for row in metrics["rows"]:

@@ -28,9 +28,12 @@ import contextlib
 import os
 import select
 import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+from common import report
 from common.cli import Parser, bounded, ranks_here, refuse, require_memory
 from common.program import run_program
 from common.session import group_options
@@ -45,13 +48,13 @@ BLOCK_SIZE = 2**16  # elements of a slice that are added up at a time: a core's 
 PAGE_BYTES = 2**12
 
 
-def role_name(rank, world_size):
-    """All ranks are alike."""
+def role_name(rank: int, world_size: int) -> str:
+    """Name a rank; all are alike."""
     return f"rank{rank}"
 
 
 class SharedMemory:
-    """A tensor of each rank of one machine, where all of these ranks can read and write it.
+    """Holds a tensor of each rank of one machine, where all of them can read and write it.
 
     The collectives work in place on a tensor of this rank. One that `empty` has made is summed
     where it is; any other is copied there and back. NCCL calls the first kind registered buffers.
@@ -63,7 +66,7 @@ class SharedMemory:
         timeout: seconds that a rank may wait for another one.
     """
 
-    def __init__(self, n_bytes, ranks, timeout):
+    def __init__(self, n_bytes: int, ranks: Iterable[int], timeout: float) -> None:
         self.ranks, self.timeout = list(ranks), timeout
         self.place, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
         # Neither has a name in a folder: whatever happens, nothing stays behind. The others open
@@ -83,16 +86,16 @@ class SharedMemory:
         os.close(memory)
         os.close(outbox)
 
-    def close(self):
+    def close(self) -> None:
         """Give back what the operating system holds for this, but for the memory in use."""
         for descriptor in (self.inbox, *self.outboxes):
             os.close(descriptor)
 
-    def empty(self, n, dtype):
-        """The first `n` elements of this rank's tensor."""
+    def empty(self, n: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the first `n` elements of this rank's tensor."""
         return self.rows[self.place, : n * dtype.itemsize].view(dtype)
 
-    def barrier(self):
+    def barrier(self) -> None:
         """Return when all ranks of this machine have called this: the first one counts them.
 
         Raises:
@@ -106,7 +109,7 @@ class SharedMemory:
         if self.place > 0:
             self._receive(1)
 
-    def _receive(self, n):
+    def _receive(self, n: int) -> None:
         while n > 0:
             if not select.select([self.inbox], [], [], self.timeout)[0]:
                 raise TimeoutError(f"timed out: {n} of {self.size} ranks of this machine have not "
@@ -116,7 +119,7 @@ class SharedMemory:
                 raise ConnectionError("a rank of this machine has ended")
             n -= arrived
 
-    def all_reduce(self, tensor):
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks of this machine: bitwise identical on all, each slice is summed once.
 
         Like the next two, in place, for a contiguous tensor as long as on all other ranks.
@@ -125,21 +128,21 @@ class SharedMemory:
             for block in slices[self.place].split(BLOCK_SIZE, dim=1):
                 block.copy_(block.sum(dim=0, dtype=tensor.dtype))
 
-    def reduce_scatter(self, tensor):
-        """Slice r of rank r becomes the sum; what is left of the others is undefined."""
+    def reduce_scatter(self, tensor: torch.Tensor) -> None:
+        """Sum slice r of all into that of rank r; what is left in the others is undefined."""
         with self._shared(tensor) as slices:
             for block in slices[self.place].split(BLOCK_SIZE, dim=1):
                 block[self.place] = block.sum(dim=0, dtype=tensor.dtype)
 
-    def all_gather(self, tensor):
-        """Slice r becomes that of rank r."""
+    def all_gather(self, tensor: torch.Tensor) -> None:
+        """Copy slice r from rank r to all."""
         with self._shared(tensor) as slices:
             for place, of_all in enumerate(slices):
                 if place != self.place:
                     of_all[self.place] = of_all[place]
 
     @contextlib.contextmanager
-    def _shared(self, tensor):
+    def _shared(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield the slices of all ranks' tensors, (ranks, elements) each, while all are in here."""
         flat = tensor.view(-1)
         mine = self.empty(len(flat), tensor.dtype)
@@ -154,7 +157,7 @@ class SharedMemory:
 
 
 class HierarchicalAllReduce:
-    """Call it to sum a contiguous tensor in place over all ranks of all machines.
+    """Sums a contiguous tensor in place, when called, over all ranks of all machines.
 
     Of M machines with n ranks each, n rings of M ranks carry a slice each. So a machine sends
     2 (M-1)/M tensors; in one ring of all ranks it would be 2 (Mn-1)/(Mn), in 2(Mn-1) messages
@@ -171,20 +174,20 @@ class HierarchicalAllReduce:
         dtype: of the tensors to come.
     """
 
-    def __init__(self, shared, dtype):
+    def __init__(self, shared: SharedMemory, dtype: torch.dtype) -> None:
         self.shared = shared
         peers = range(shared.place, dist.get_world_size(), shared.size)  # one of each machine
         self.ring = RingAllReduce(dtype, ranks=peers)
 
-    def __call__(self, tensor):
-        """Bitwise identical on all ranks, as each slice is summed once."""
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor`: bitwise identical on all ranks, as each slice is summed once."""
         self.shared.reduce_scatter(tensor)
         self.ring(tensor.view(-1).tensor_split(self.shared.size)[self.shared.place])
         self.shared.all_gather(tensor)
 
 
-def ring_reduce_scatter(tensor):
-    """Slice r of a contiguous tensor becomes the sum over all ranks, on rank r.
+def ring_reduce_scatter(tensor: torch.Tensor) -> None:
+    """Sum slice r of a contiguous tensor over all ranks, on rank r.
 
     It is the first round of `ring_chunked`, begun one slice later.
     """
@@ -200,8 +203,8 @@ def ring_reduce_scatter(tensor):
         send_req.wait()
 
 
-def ring_all_gather(tensor):
-    """Slice r of a contiguous tensor becomes that of rank r, on all ranks: the second round."""
+def ring_all_gather(tensor: torch.Tensor) -> None:
+    """Copy slice r of a contiguous tensor from rank r to all ranks: the second round."""
     rank, size = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % size, (rank + 1) % size
     slices = tensor.view(-1).tensor_split(size)
@@ -211,8 +214,9 @@ def ring_all_gather(tensor):
         send_req.wait()
 
 
-def collectives(rank, world_size, shared, dtype):
-    """What is measured: `{collective: {way: function}}`, each in place; the library's first.
+def collectives(rank: int, world_size: int, shared: SharedMemory,
+                dtype: torch.dtype) -> dict[str, dict[str, Callable[[torch.Tensor], object]]]:
+    """Make what is measured: `{collective: {way: function}}`, in place; the library's first.
 
     `reduce_scatter` leaves the sum in slice r of rank r, `all_gather` begins with that.
     """
@@ -239,13 +243,20 @@ def collectives(rank, world_size, shared, dtype):
     return ways
 
 
-def measure(rank, world_size, args):
-    """Time all ways of each collective in turns, A B C A B C."""
+def measure(rank: int, world_size: int, args: Namespace) -> list[dict]:
+    """Time all ways of each collective in turns, A B C A B C.
+
+    Returns:
+        For each collective, size and way a row, of the median in seconds: see `rows_of`.
+    """
     dtype, rows = DTYPES[args.dtype], []
     first = rank - rank % args.ranks_per_machine
     shared = SharedMemory(max(args.sizes), range(first, first + args.ranks_per_machine),
                           args.timeout)
-    for collective, ways in collectives(rank, world_size, shared, dtype).items():
+    measured = collectives(rank, world_size, shared, dtype)
+    bar = report.progress(sum(map(len, measured.values())) * len(args.sizes) * (args.repeats + 1),
+                          "call", show=rank == 0, role="rank0")
+    for collective, ways in measured.items():
         for n_bytes in args.sizes:
             n = n_bytes // dtype.itemsize
             brought = contribution(rank, n, dtype)
@@ -264,12 +275,14 @@ def measure(rank, world_size, args):
                     results.require_right(collective, way, tensors[way], rank, world_size)
                     if repeat > 0:  # the first round connects the ranks and touches the memory
                         seconds[way].append(slowest.item())
+                    bar.update()
             rows += results.rows_of(collective, seconds, world_size, n_bytes)
+    bar.close()
     shared.close()
     return rows
 
 
-def run_worker(rank, world_size, args):
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Join, measure, leave; rank 0 returns the rows."""
     dist.init_process_group(**group_options(args), rank=rank, world_size=world_size)
     args.ranks_per_machine = args.ranks_per_machine or int(os.environ["LOCAL_WORLD_SIZE"])
@@ -278,8 +291,8 @@ def run_worker(rank, world_size, args):
     return {"rows": rows, "ranks_per_machine": args.ranks_per_machine} if rank == 0 else None
 
 
-def build_parser():
-    """The flags of this example."""
+def build_parser() -> Parser:
+    """Make the parser of the flags of this example."""
     parser = Parser(EXAMPLE, __doc__, world_size=4)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--sizes", type=count, nargs="+", default=[2**16, 2**20, 2**26], metavar="BYTES",
@@ -291,8 +304,8 @@ def build_parser():
     return parser
 
 
-def main(argv=None):
-    """Measure, or `--check`; the metrics or the differences in the process that reports."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Measure, or `--check`; metrics or differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     per_element = args.world_size * DTYPES[args.dtype].itemsize
     for n_bytes in args.sizes:

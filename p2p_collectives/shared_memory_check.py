@@ -11,27 +11,28 @@ import os
 import statistics
 import time
 from argparse import Namespace
-from unittest import mock
+from functools import partial
+from types import ModuleType
 
 import torch
-import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
+from common.recorder import Recorder, gathered
 
 from p2p_collectives import shared_memory as lesson
-from p2p_collectives.messages import recorded
+from p2p_collectives.messages import record_messages
+from p2p_collectives.ring_allreduce_check import CLOSE_S, numbers_of
 
 DTYPES = {"float32": torch.float32, "int64": torch.int64}
 REPEATS = 2
 LATE_S = 0.01
 GARBAGE = 7_777_777
 LOSES_S = (0.6, 0.05, 0.2)  # in each round: the first one warms up, and must not count
-CLOSE_S = 0.06  # which a reported time may be longer than the recorded one, on a busy machine
 TIMED = ("float32", "reduce_scatter")
 
 
-def single_process(args, dtype, n):
-    """What each rank should hold after each collective: `{collective: [tensor of each rank]}`."""
+def single_process(args: Namespace, dtype: torch.dtype, n: int) -> dict[str, list[torch.Tensor]]:
+    """Compute what the ranks should hold afterwards: `{collective: [tensor of each rank]}`."""
     brought = [numbers_of(rank, n, dtype, args.seed) for rank in range(args.world_size)]
     total = sum(brought)
     pieces = [tensor.tensor_split(args.world_size) for tensor in brought]
@@ -41,14 +42,9 @@ def single_process(args, dtype, n):
             "all_gather": [gathered] * args.world_size}
 
 
-def numbers_of(rank, n, dtype, seed):
-    """What a rank brings: n random numbers, others on each rank."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return (1e6 * torch.randn(n, dtype=torch.float64, generator=generator)).to(dtype)
-
-
-def bytes_sent(collective, way, rank, world_size, per_machine, n, itemsize):
-    """How many bytes of messages a rank should send, and to which ranks."""
+def bytes_sent(collective: str, way: str, rank: int, world_size: int, per_machine: int, n: int,
+               itemsize: int) -> list:
+    """Compute how many bytes of messages a rank should send, and the list of ranks to send to."""
     def lengths(total, parts):
         shorter, longer = divmod(total, parts)
         return [shorter + (part < longer) for part in range(parts)]
@@ -72,20 +68,43 @@ def bytes_sent(collective, way, rank, world_size, per_machine, n, itemsize):
     return [total * itemsize, [right] if last > 0 else []]
 
 
-def record(rank, world_size, args):
-    """Run the lesson with a recorder, for each type and division; rank 0 returns the findings."""
-    calls, rows, everyone = [], {}, [None] * world_size
-    original_measure, original_collectives = lesson.measure, lesson.collectives
-    original_barrier, is_last, late = lesson.SharedMemory.barrier, rank == world_size - 1, [False]
+def record(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run the lesson, recorded, for each type and division; return the findings on rank 0."""
+    calls, rows, everyone = [], {}, []
+    where, is_last, late = {}, rank == world_size - 1, [False]  # where: which run of `measure`
+    with Recorder() as recorder:
+        messages = record_messages(recorder)
+        recorder.put(lesson, "contribution", partial(numbers_of, seed=args.seed))
+        recorder.put(lesson.results, "require_right", lambda *_: None)  # of other numbers
 
-    def barrier(shared):
-        original_barrier(shared)
-        if late[0]:
-            time.sleep(LATE_S)
+        @recorder.around(lesson, "measure")
+        def measure(original, rank, world_size, args):
+            for dtype, per_machine, uneven in runs():
+                flags = Namespace(**{
+                    **vars(args), "dtype": dtype, "ranks_per_machine": per_machine,
+                    "sizes": [DTYPES[dtype].itemsize * n for n in counts_of(args, uneven)]})
+                where.update(dtype=dtype, per_machine=per_machine, uneven=uneven,
+                             largest=flags.sizes[-1])
+                rows[dtype, per_machine, uneven] = original(rank, world_size, flags)
+            everyone.extend(gathered([calls, messages.not_waited_for()]))
+            return []
 
-    with recorded() as messages:
+        @recorder.around(lesson, "collectives")
+        def collectives(original, *given):
+            whole = where["per_machine"] == int(os.environ["LOCAL_WORLD_SIZE"])
+            return {name: {way: recording(name, way, ways["ring"] if way == "gloo"
+                                          and where["uneven"] else function)
+                           for way, function in ways.items()}
+                    for name, ways in original(*given).items()
+                    if whole or name == "all_reduce"}  # the others are the same
 
-        def recording(collective, way, function, where):
+        @recorder.around(lesson.SharedMemory, "barrier")
+        def late_barrier(original, shared):
+            original(shared)
+            if late[0]:
+                time.sleep(LATE_S)
+
+        def recording(collective, way, function):
             counts = {}
 
             def called(tensor):
@@ -114,38 +133,12 @@ def record(rank, world_size, args):
 
             return called
 
-        def measure_all(rank, world_size, args):
-            for dtype, per_machine, uneven in runs():
-                flags = Namespace(**{
-                    **vars(args), "dtype": dtype, "ranks_per_machine": per_machine,
-                    "sizes": [DTYPES[dtype].itemsize * n for n in counts_of(args, uneven)]})
-                where = {"dtype": dtype, "per_machine": per_machine, "uneven": uneven,
-                         "largest": flags.sizes[-1]}
-
-                def collectives(*given, where=where):
-                    whole = where["per_machine"] == int(os.environ["LOCAL_WORLD_SIZE"])
-                    return {name: {way: recording(name, way, ways["ring"] if way == "gloo"
-                                                  and where["uneven"] else function, where)
-                                   for way, function in ways.items()}
-                            for name, ways in original_collectives(*given).items()
-                            if whole or name == "all_reduce"}  # the others are the same
-
-                with mock.patch.object(lesson, "collectives", collectives):
-                    rows[dtype, per_machine, uneven] = original_measure(rank, world_size, flags)
-            dist.all_gather_object(everyone, [calls, messages.not_waited_for()])
-            return []
-
-        with (mock.patch.object(lesson, "measure", measure_all),
-              mock.patch.object(lesson.SharedMemory, "barrier", barrier),
-              mock.patch.object(lesson.results, "require_right"),  # of other numbers
-              mock.patch.object(lesson, "contribution",
-                                lambda rank, n, dtype: numbers_of(rank, n, dtype, args.seed))):
-            lesson.run_worker(rank, world_size, args)
+        lesson.run_worker(rank, world_size, args)
     return compare(rows, everyone, args) if rank == 0 else None
 
 
-def runs():
-    """Types, ranks that act as one machine, and whether sizes are uneven: each a run of `measure`.
+def runs() -> list[tuple[str, int, bool]]:
+    """Return the type, the ranks that act as one machine, and `uneven` of each run of `measure`.
 
     With even ones only, gloo takes part in all: its reduce_scatter wants slices of one length.
     """
@@ -154,20 +147,20 @@ def runs():
     return [(dtype, n, uneven) for dtype, n in machines for uneven in (False, True)]
 
 
-def counts_of(args, uneven):
-    """How many elements a tensor has: N divides them, or not; the last has several blocks."""
+def counts_of(args: Namespace, uneven: bool) -> list[int]:
+    """Return the numbers of elements: N divides them, or not; the last has several blocks."""
     n = args.world_size
     return sorted({n - 1, n + 1, 400_001} - {0}) if uneven else [100 * n]
 
 
-def check(program, args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Print what was compared; return `{what: difference}` where it is reported, else None."""
     args.sizes, args.repeats = [4 * args.world_size], REPEATS
     return verdict(launch(record, args, program.role_name))
 
 
-def compare(rows, everyone, args):
-    """The findings as a dict, on rank 0; `everyone` has what all ranks recorded."""
+def compare(rows: dict[tuple, list[dict]], everyone: list[list], args: Namespace) -> dict:
+    """Hold the rows of all runs, and what all ranks have recorded, against one process."""
     findings = Comparison(f"{args.world_size} processes")
     calls, n = [of_rank for of_rank, _ in everyone], args.world_size
     kinds = list(dict.fromkeys((call["dtype"], call["per_machine"], call["collective"], call["way"])
@@ -209,13 +202,14 @@ def compare(rows, everyone, args):
     return findings.as_dict()
 
 
-def kinds_of(call):
-    """Which comparison a call belongs to."""
+def kinds_of(call: dict) -> tuple[str, int, str, str]:
+    """Return to which comparison a call belongs."""
     return call["dtype"], call["per_machine"], call["collective"], call["way"]
 
 
-def compare_times(findings, what, way, rows, mine):
-    """The row of the largest size, against the times of the slowest rank, without the first."""
+def compare_times(findings: Comparison, what: str, way: str, rows: list[dict],
+                  mine: list[list[dict]]) -> None:
+    """Hold the row of the largest size against the slowest rank's times, without the first."""
     largest = max(row["bytes"] for row in rows)
     of_size = {row["way"]: row for row in rows
                if (row["bytes"], row["collective"]) == (largest, TIMED[1])}

@@ -1,6 +1,7 @@
 """What `shared_memory.py` makes of its times: the table, the models, the picture, the last line."""
 
 import statistics
+from argparse import Namespace
 
 import torch
 from common import picture, report
@@ -28,8 +29,9 @@ WORDS = {
 }
 
 
-def require_right(collective, way, tensor, rank, world_size):
-    """What is computed wrongly is not timed.
+def require_right(collective: str, way: str, tensor: torch.Tensor, rank: int,
+                  world_size: int) -> None:
+    """Require a result to be right: what is wrong is not timed.
 
     Args:
         collective, way: their names.
@@ -52,27 +54,30 @@ def require_right(collective, way, tensor, rank, world_size):
         raise ArithmeticError(f"{collective} by {way} is wrong for {size_text(tensor.nbytes)}")
 
 
-def rows_of(collective, seconds, world_size, n_bytes):
-    """One row per way, from the seconds of all its rounds."""
+def rows_of(collective: str, seconds: dict[str, list[float]], world_size: int,
+            n_bytes: int) -> list[dict]:
+    """Make a row for each way, from the seconds of all its rounds."""
     medians = {way: statistics.median(times) for way, times in seconds.items()}
     return [{"collective": collective, "world_size": world_size, "bytes": n_bytes, "way": way,
              "median_s": median, "vs_gloo": medians["gloo"] / median}
             for way, median in medians.items()]
 
 
-def traffic(collective, world_size, n_bytes):
-    """Bytes that all ranks of a machine read and write in shared memory for tensors of n_bytes."""
+def traffic(collective: str, world_size: int, n_bytes: float) -> float:
+    """Count the bytes that all ranks of a machine read and write there for tensors of n_bytes."""
     return {"all_reduce": 2 * world_size, "reduce_scatter": world_size + 1,
             "all_gather": 2 * (world_size - 1)}[collective] * n_bytes
 
 
-def shared_seconds(collective, world_size, n_bytes, barrier, memory):
-    """The model of shared memory: two barriers of `barrier` s, its traffic at `memory` bytes/s."""
+def shared_seconds(collective: str, world_size: int, n_bytes: float, barrier: float,
+                   memory: float) -> float:
+    """Compute the model of shared memory: two barriers (s), and its traffic at `memory` bytes/s."""
     return 2 * barrier + traffic(collective, world_size, n_bytes) / memory
 
 
-def hierarchical_seconds(machines, per_machine, n_bytes, models):
-    """The model of machines of several ranks: inside, between them rings of a slice each, inside.
+def hierarchical_seconds(machines: int, per_machine: int, n_bytes: float,
+                         models: tuple[float, float, float, float]) -> float:
+    """Compute the model of several machines: inside, rings of a slice each between them, inside.
 
     Args:
         machines, per_machine: how many machines, of how many ranks.
@@ -85,7 +90,7 @@ def hierarchical_seconds(machines, per_machine, n_bytes, models):
     return inside + model_seconds(machines, n_bytes / per_machine, alpha, beta)
 
 
-def with_models(metrics, args):
+def with_models(metrics: dict, args: Namespace) -> dict:
     """Add the fitted models to the metrics; what the times do not determine is missing."""
     def points(way):
         return [(row["bytes"], row["median_s"]) for row in metrics["rows"]
@@ -99,8 +104,12 @@ def with_models(metrics, args):
     return metrics
 
 
-def finish(metrics, args):
-    """Fit the models, draw, write metrics.json, print tables and last line; the whole metrics."""
+def finish(metrics: dict, args: Namespace) -> dict:
+    """Fit the models, draw, write metrics.json, print the tables and the last line.
+
+    Returns:
+        The whole metrics.
+    """
     metrics = report.save_metrics(args, with_models(metrics, args), backend="gloo", device="cpu")
     if args.world_size > 1:
         plot([metrics], args)
@@ -113,7 +122,7 @@ def finish(metrics, args):
     return metrics
 
 
-def plot(runs, args):
+def plot(runs: list[dict], args: Namespace) -> None:
     """Draw how many times as fast as gloo each way is, in one run or several: `collectives.png`."""
     first, sizes = runs[0], sorted(set(args.sizes))
     machines = first["world_size"] // first["ranks_per_machine"]
@@ -135,7 +144,7 @@ def plot(runs, args):
             axes.set_ylim(bottom=0)
 
 
-def show(metrics, args):
+def show(metrics: dict, args: Namespace) -> None:
     """Print the tables: measured, with the model of shared memory beside it; and modelled."""
     models = [metrics.get(key) for key in ("alpha_s", "beta_GBps", "barrier_s", "memory_GBps")]
     alpha, beta, barrier, memory = (number and number * (1e9 if i % 2 else 1)

@@ -46,14 +46,14 @@ LONGEST_GRADIENT = 1.0  # its norm; longer ones are shortened: large steps would
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """All ranks are alike."""
+    """Name a rank; all are alike."""
     return f"rank{rank}"
 
 
 class Partition:
-    """A part of a dataset: the elements at the positions `index`."""
+    """Holds a part of a dataset: the elements at the positions `index`."""
 
-    def __init__(self, data: Any, index: torch.Tensor):
+    def __init__(self, data: Any, index: torch.Tensor) -> None:
         self.data = data
         self.index = index
 
@@ -61,12 +61,12 @@ class Partition:
         return len(self.index)
 
     def __getitem__(self, index: int | torch.Tensor) -> Any:
-        """The element at one position of the part, or a batch for a tensor of positions."""
+        """Return the element at one position of the part, or a batch for a tensor of positions."""
         return self.data[self.index[index]]
 
 
 class DataPartitioner:
-    """Cut a dataset into parts of the given sizes, at random, and on every rank alike.
+    """Cuts a dataset into parts of the given sizes, at random, and on every rank alike.
 
     Args:
         data: the dataset.
@@ -74,7 +74,8 @@ class DataPartitioner:
         seed: the same on all ranks, or the parts would overlap.
     """
 
-    def __init__(self, data: Any, sizes: Sequence[float] = (0.7, 0.2, 0.1), seed: int = 1234):
+    def __init__(self, data: Any, sizes: Sequence[float] = (0.7, 0.2, 0.1),
+                 seed: int = 1234) -> None:
         self.data = data
         self.partitions = []
         indexes = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
@@ -102,9 +103,9 @@ def partition_dataset(args: Namespace) -> tuple[Partition, list[int], TensorData
 
 
 class Net(nn.Module):
-    """The network of PyTorch's MNIST example, with half the dropout: 10 epochs are few."""
+    """Classifies digits, as PyTorch's MNIST example; half the dropout, for 10 epochs are few."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
         self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
@@ -178,6 +179,8 @@ def run(rank: int, size: int, args: Namespace, train_step: Callable = train_step
                           nesterov=args.momentum > 0)
     epochs = resume(net, optimizer, args) if args.resume else []
     clock = results.Clock()
+    bar = report.progress((args.epochs - len(epochs)) * len(global_batches), "step",
+                          show=rank == 0, role="rank0")
     for epoch in range(len(epochs), args.epochs):
         # Another seed on each rank, for the order of its samples and for dropout; and in each
         # epoch, so that a resumed training goes on as if it had never stopped.
@@ -189,6 +192,7 @@ def run(rank: int, size: int, args: Namespace, train_step: Callable = train_step
                 loss = train_step(model, optimizer, data.to(device), target.to(device), share)
                 loss = report.require_finite(loss, f"in epoch {epoch + 1}")
                 epoch_loss += loss * len(target) / len(train_set)
+                bar.update()
         epochs.append(results.losses_of_ranks(epoch_loss, size, device))
         if rank == 0:  # one is enough: the others wait in their next collective
             epochs[-1]["accuracy"] = results.accuracy(net, test_set, device)
@@ -196,6 +200,7 @@ def run(rank: int, size: int, args: Namespace, train_step: Callable = train_step
             if args.checkpoint:  # rank 0 only: the others would race for the file
                 checkpoint.save(args, {"model": net.state_dict(), "epochs": epochs,
                                        "optimizer": optimizer.state_dict()})
+    bar.close()
     results.require_equal_weights(net)
     test_accuracy = results.accuracy(net, test_set, device) if rank == 0 else None
     return {"epochs": epochs, "test_accuracy": test_accuracy,
@@ -214,7 +219,7 @@ def resume(net: nn.Module, optimizer: optim.Optimizer, args: Namespace) -> list[
     return state["epochs"]
 
 
-def run_worker(rank: int, world_size: int, args: Namespace, *how) -> dict | None:
+def run_worker(rank: int, world_size: int, args: Namespace, *how: Callable) -> dict | None:
     """Join, train, leave; rank 0 returns the metrics. `how`: see `run`."""
     dist.init_process_group(**group_options(args, device_for(args.device)), rank=rank,
                             world_size=world_size)

@@ -13,18 +13,17 @@ import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
-from unittest import mock
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from common import checkpoint, report
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, fingerprints, flat, load_float64, verdict
+from common.recorder import Recorder
 from common.session import device_for
-from torch import nn
+from torch import nn, optim
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from p2p_collectives import train as tutorial
 
@@ -42,12 +41,12 @@ COMPARED = (  # of each step: what, the tolerance, and why
 )
 
 
-def single_process(args):
+def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict], int]:
     """Train on the samples of all ranks in one batch.
 
     Returns:
-        For each rank its steps, as its recorder would have them, and whether gradients were
-        `clipped`; for each epoch what is reported; the number of samples.
+        For each rank its steps, as `Seen` would have them, and whether gradients were `clipped`;
+        for each epoch what is reported; the number of samples.
     """
     device = device_for(args.device)
     (images, labels), (test_images, test_labels) = (
@@ -109,29 +108,30 @@ def single_process(args):
 
 
 class Draws:
-    """The random numbers of one rank: those of the process while this is entered."""
+    """Keeps the random numbers of one rank: those of the process while this is entered."""
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         self.device, self.state = device, None
 
-    def seed(self, seed):
+    def seed(self, seed: int) -> None:
         """Begin anew."""
         with self:
             torch.manual_seed(seed)
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         if self.state:
             torch.set_rng_state(self.state[0])
             if self.device.type == "cuda":
                 torch.cuda.set_rng_state(self.state[1], self.device)
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         on_gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         self.state = torch.get_rng_state(), on_gpu
 
 
-def pieces_of(rank, size, n_samples, n_steps, seed):
-    """A rank's part, as positions in the dataset, and the slice of its order for each step."""
+def pieces_of(rank: int, size: int, n_samples: int, n_steps: int,
+              seed: int) -> tuple[torch.Tensor, list[slice]]:
+    """Compute a rank's part, as positions in the dataset, and the slice of it for each step."""
     order = torch.randperm(n_samples, generator=torch.Generator().manual_seed(seed))
     start, end = (int(sum([1.0 / size] * until) * n_samples + 0.5) for until in (rank, rank + 1))
     part = order[start:end]
@@ -144,24 +144,24 @@ def pieces_of(rank, size, n_samples, n_steps, seed):
     return part, slices
 
 
-class Recorder:
-    """What one rank does: its `steps` of each training, and what each has `reported` in the end."""
+class Seen:
+    """Keeps the `steps` of one rank in each training, and what each has `reported` in the end."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.steps, self.reported = {}, {}
         self.step = {}  # the one that is being made
 
-    def begin(self, training):
-        """From now on, this training runs."""
+    def begin(self, training: str) -> None:
+        """Add steps to this training from now on."""
         self.training, self.steps[training] = training, []
 
-    def forward(self, module, inputs, output):
-        """After the forward of any module."""
+    def forward(self, module: nn.Module, inputs: tuple, output: object) -> None:
+        """Note the images of a training step, after the forward of any module."""
         if isinstance(module, tutorial.Net) and module.training and torch.is_grad_enabled():
             self.step["images"] = fingerprints(inputs[0])
 
-    def stepped(self, optimizer, *_):
-        """After any optimizer's step."""
+    def stepped(self, optimizer: optim.Optimizer) -> None:
+        """Add the step that an optimizer has just made."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         settings = optimizer.param_groups[0]
         self.step |= {"gradients": flat([p.grad for p in parameters]), "weights": flat(parameters),
@@ -171,68 +171,54 @@ class Recorder:
         self.step = {}
 
 
-def record_trainings(rank, world_size, args):
-    """Run the program with a recorder, from start to end and once resumed.
-
-    Returns:
-        On rank 0, for each rank its `steps` and what it `reported`, both by training; elsewhere
-        nothing of use.
-    """
+def record(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run the program, recorded, and once more resumed; return the findings on rank 0."""
     torch.set_default_dtype(torch.float64)
-    recorder, everyone = Recorder(), [None] * world_size
-    original_run, original_loss, original_save = tutorial.run, F.nll_loss, checkpoint.save
+    seen, everyone = Seen(), [None] * world_size
     first_epoch = args.checkpoint.with_name("first_epoch.pt")
     resuming = Namespace(**{**vars(args), "resume": True, "checkpoint": first_epoch})
+    with Recorder() as recorder:
+        recorder.put(tutorial, "load_data", load_float64)
+        recorder.on_forward(after=seen.forward)
+        recorder.on_step(after=seen.stepped)
 
-    def run_all(rank, size, args, *how):
-        for training, flags in zip(TRAININGS, (args, resuming), strict=True):
-            recorder.begin(training)
-            torch.manual_seed(rank)  # nothing may depend on what was drawn before
-            began = time.perf_counter()
-            metrics = original_run(rank, size, flags, *how)
-            recorder.reported[training] = {**metrics, "took_s": time.perf_counter() - began}
-        mine = {"steps": recorder.steps, "reported": recorder.reported}
-        dist.gather_object(mine, everyone if rank == 0 else None)
-        return metrics
+        @recorder.around(tutorial, "run")
+        def run_all(original, rank, size, args, *how):
+            for training, flags in zip(TRAININGS, (args, resuming), strict=True):
+                seen.begin(training)
+                torch.manual_seed(rank)  # nothing may depend on what was drawn before
+                began = time.perf_counter()
+                metrics = original(rank, size, flags, *how)
+                seen.reported[training] = {**metrics, "took_s": time.perf_counter() - began}
+            dist.gather_object(seen, everyone if rank == 0 else None)
+            return metrics
 
-    def recorded_loss(output, target, **options):
-        loss = original_loss(output, target, **options)
-        recorder.step |= {"labels": target.cpu(), "loss": loss.item()}
-        return loss
+        @recorder.around(F, "nll_loss")
+        def noted_loss(original, output, target, **options):
+            loss = original(output, target, **options)
+            seen.step |= {"labels": target.cpu(), "loss": loss.item()}
+            return loss
 
-    def save_and_keep_the_first(args, state):
-        original_save(args, state)
-        if len(state["epochs"]) == 1:
-            shutil.copy(args.checkpoint, first_epoch)
+        @recorder.around(checkpoint, "save")
+        def save_and_keep_the_first(original, args, state):
+            original(args, state)
+            if len(state["epochs"]) == 1:
+                shutil.copy(args.checkpoint, first_epoch)
 
-    hooks = [register_module_forward_hook(recorder.forward),
-             register_optimizer_step_post_hook(recorder.stepped)]
-    with (mock.patch.object(tutorial, "run", run_all),
-          mock.patch.object(tutorial, "load_data", load_float64),
-          mock.patch.object(F, "nll_loss", recorded_loss),
-          mock.patch.object(checkpoint, "save", save_and_keep_the_first)):
         importlib.import_module(args.program).run_worker(rank, world_size, args)
-    for hook in hooks:
-        hook.remove()
-    return everyone
+    return compare(everyone, args) if rank == 0 else None
 
 
-def check(program, args):
-    """Print what was compared; `{what: difference}` where it is reported, None elsewhere."""
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Print what was compared; return `{what: difference}` where it is reported, else None."""
     with tempfile.TemporaryDirectory() as folder:
         args.epochs, args.checkpoint, args.resume = EPOCHS, Path(folder, "run.pt"), False
         args.program = program.__name__
         return verdict(launch(record, args, program.role_name))
 
 
-def record(rank, world_size, args):
-    """Run the program, recorded; rank 0 returns the findings."""
-    everyone = record_trainings(rank, world_size, args)
-    return compare(everyone, args) if rank == 0 else None
-
-
-def compare(everyone, args):
-    """The findings as a dict, on rank 0; `everyone` has what all ranks recorded."""
+def compare(everyone: list[Seen], args: Namespace) -> dict:
+    """Hold what all ranks have recorded against one process."""
     findings = Comparison(f"{args.world_size} processes")
     oracle, epochs, n_samples = single_process(args)
     of_epoch = len(oracle[0]) // args.epochs
@@ -240,11 +226,11 @@ def compare(everyone, args):
     report.log("check", f"{clipped} of {len(oracle[0])} steps have a clipped gradient")
 
     def of_ranks(training, name):
-        return by_rank([of_rank["steps"][training] for of_rank in everyone], name)
+        return by_rank([of_rank.steps[training] for of_rank in everyone], name)
 
     for training, title in TRAININGS.items():
         epochs_behind = 1 if training == "resumed" else 0
-        rank0s, reported = (everyone[0][what][training] for what in ("steps", "reported"))
+        rank0s, reported = everyone[0].steps[training], everyone[0].reported[training]
         for name, tolerance, because in COMPARED:
             findings.close(f"{title}{name}", of_ranks(training, name),
                            by_rank(oracle, name)[epochs_behind * of_epoch :], tolerance, because)
@@ -264,8 +250,9 @@ def compare(everyone, args):
     return findings.as_dict()
 
 
-def hold_time(findings, title, steps, reported, of_epoch):
-    """The seconds by which samples are divided: at least from first to last step of each epoch."""
+def hold_time(findings: Comparison, title: str, steps: list[dict], reported: dict,
+              of_epoch: int) -> None:
+    """Hold the reported seconds: at least those from the first to the last step of each epoch."""
     of_epochs = [steps[at : at + of_epoch] for at in range(0, len(steps), of_epoch)]
     least = sum(epoch[-1]["time"] - epoch[0]["time"] for epoch in of_epochs if epoch)
     findings.holds(f"{title}reported time", least <= reported["train_s"] <= reported["took_s"],

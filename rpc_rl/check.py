@@ -18,6 +18,7 @@ import argparse
 import importlib
 import math
 import threading
+from types import ModuleType
 
 import gymnasium as gym
 import torch
@@ -37,21 +38,21 @@ SIGMAS = 6  # two random choices in a billion are further from what is expected
 
 
 class DistinctRewards(gym.Wrapper):
-    """CartPole with rewards of about 1, others for each observer and each of its steps.
+    """Gives rewards of about 1, others for each observer and each of its steps.
 
-    Its own is always 1: two that are swapped, or counted for another observer, would not be seen.
+    CartPole's is always 1: two that are swapped, or counted for another observer, would go unseen.
 
     Args:
         env: the CartPole.
         ob_id: the rank of its observer.
     """
 
-    def __init__(self, env, ob_id):
+    def __init__(self, env: gym.Env, ob_id: int) -> None:
         super().__init__(env)
         self.ob_id, self.steps = ob_id, 0
 
-    def step(self, action):
-        """See gymnasium."""
+    def step(self, action: int) -> tuple:
+        """Step as `gym.Env.step`, with another reward."""
         state, _, *others = super().step(action)
         self.steps += 1
         return state, 1 + 0.1 * self.ob_id + 0.001 * self.steps, *others
@@ -79,7 +80,8 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     return {"metrics": metrics, "episodes": episodes} if rank == 0 else None
 
 
-def record_agent(recorder: Recorder, agent_class: type, episodes: list[dict]) -> None:
+def record_agent(recorder: Recorder, agent_class: type[tutorial.Agent],
+                 episodes: list[dict]) -> None:
     """Append to `episodes` what each one was, from now on."""
     asking = threading.local()  # two RPC threads answer requests
     now = {}
@@ -127,7 +129,7 @@ def as_lists(named: dict[str, torch.Tensor]) -> dict[str, list]:
     return {name: tensor.tolist() for name, tensor in named.items()}
 
 
-def single_process(args, run):
+def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
     """Play and learn in this process, one observer after the other, a graph for each step.
 
     Args:
@@ -161,7 +163,7 @@ def single_process(args, run):
                 masks = torch.tensor(run[len(episodes)]["observers"][rank - 1]["masks"])
                 given = run[len(episodes)]["observers"][rank - 1]["actions"]
             else:
-                return episodes  # the run has ended too early; its length says so
+                return episodes  # the run has ended too early, which its length shows
             state, _ = envs[rank].reset(seed=torch.randint(2**31, (), generator=draws[rank]).item())
             seen = {"states": [], "actions": [], "rewards": [], "p_right": []}
             for step in range(N_STEPS):
@@ -198,19 +200,22 @@ def single_process(args, run):
     return episodes
 
 
-def returns_by_definition(rewards, beyond, gamma):
+def returns_by_definition(rewards: list[float], beyond: float, gamma: float) -> list[float]:
     """Return the discounted sum of what follows, for each step; `beyond` is behind the last."""
     n = len(rewards)
     return [sum(gamma**i * r for i, r in enumerate(rewards[t:])) + gamma ** (n - t) * beyond
             for t in range(n)]
 
 
-def check(program, args):
-    """Compare a run with one process; the differences in the process that reports, None elsewhere.
+def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
+    """Hold a run of a program against one process.
 
     Args:
         program: `rpc_rl.main` or `rpc_rl.fast`.
         args: its parsed flags.
+
+    Returns:
+        The differences in the process that reports, else None.
     """
     flags = argparse.Namespace(**vars(args), program=program.__name__,
                                fast=program.__name__ == FastAgent.__module__)
@@ -224,7 +229,7 @@ def check(program, args):
     return verdict(findings.as_dict())
 
 
-def compare(findings, recorded, args):
+def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> None:
     """Hold what `record` has returned against one process."""
     run = recorded["episodes"]
     if not args.fast:
@@ -252,12 +257,12 @@ def compare(findings, recorded, args):
     expected = summary(alone)
     reported = {what: recorded["metrics"][what] for what in expected}
     findings.close("metrics", [reported], [expected], 1e-12,
-                   "what metrics.json says", "training")
+                   "what metrics.json has", "training")
     if not args.fast:
         hold_randomness(findings, run, alone)
 
 
-def summary(episodes):
+def summary(episodes: list[dict]) -> dict:
     """Return what metrics.json should have of a training that ended as soon as it could."""
     return {"episodes": len(episodes), "solved": int(episodes[-1]["running_reward"] > THRESHOLD),
             "env_steps": sum(len(ob["rewards"]) for ep in episodes for ob in ep["observers"]),
@@ -266,7 +271,7 @@ def summary(episodes):
             "running_rewards": [episode["running_reward"] for episode in episodes]}
 
 
-def hold_randomness(findings, run, alone):
+def hold_randomness(findings: Comparison, run: list[dict], alone: list[dict]) -> None:
     """Hold draws that depend on which request comes first as what they are: random."""
     masks = [mask for ep in run for ob in ep["observers"] for mask in ob["masks"]]
     kept = [value > 0 for mask in masks for value in mask]

@@ -20,10 +20,13 @@ Last line:
     CartPole-v1 solved in 189 episodes: running reward 476.2 (threshold 475), 102278 environment ...
 """
 
+import argparse
+
 import torch
 from common import checkpoint
-from common.cli import refuse
+from common.cli import Parser, refuse
 from common.program import run_program
+from torch.distributed.rpc import RRef
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
@@ -33,10 +36,10 @@ from rpc_rl.results import History, finish, refuse_what_cannot_end
 
 
 class FastObserver(tutorial.Observer):
-    """An observer whose requests bring the reward of the step before."""
+    """Sends the reward of a step with the request for the next action."""
 
-    def run_episode(self, agent_rref, n_steps, seed):
-        """See `Observer.run_episode`."""
+    def run_episode(self, agent_rref: RRef, n_steps: int, seed: int) -> bool:
+        """Play as `Observer.run_episode`."""
         agent = agent_rref.rpc_sync()
         state, _ = self.env.reset(seed=seed)
         reward = None
@@ -50,12 +53,12 @@ class FastObserver(tutorial.Observer):
 
 
 class FastAgent(tutorial.Agent):
-    """An agent that acts without a graph; its `finish_episode` is that of `Agent`."""
+    """Acts without a graph; its `finish_episode` is that of `Agent`."""
 
     observer = FastObserver
 
-    def run_episode(self):
-        """See `Agent.run_episode`."""
+    def run_episode(self) -> None:
+        """Play as `Agent.run_episode`, with all random numbers drawn first."""
         self.states = {ob_id: [] for ob_id in self.ob_rrefs}
         self.actions = {ob_id: [] for ob_id in self.ob_rrefs}
         self.masks, self.uniforms = {}, {}
@@ -66,8 +69,8 @@ class FastAgent(tutorial.Agent):
             self.uniforms[ob_id] = torch.rand(self.n_steps, generator=generator).tolist()
         super().run_episode()
 
-    def select_action(self, ob_id, state, reward=None):
-        """Called by an observer over RPC: a state, and the last reward, to an action, 0 or 1."""
+    def select_action(self, ob_id: int, state: list[float], reward: float | None = None) -> int:
+        """Answer as `Agent.select_action`, and record the reward of the step before."""
         if reward is not None:
             self.report_reward(ob_id, reward)
         step = len(self.states[ob_id])
@@ -79,13 +82,13 @@ class FastAgent(tutorial.Agent):
         self.actions[ob_id].append(action)
         return action
 
-    def probs(self, states, masks):
-        """`Policy.forward` with given dropout masks (..., 128), for states (..., 4)."""
+    def probs(self, states: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+        """Compute `Policy.forward` of states (..., 4) with given dropout masks (..., 128)."""
         x = self.policy.affine1(states) * masks
         return F.softmax(self.policy.affine2(F.relu(x)), dim=-1)
 
-    def log_probs(self):
-        """Of the recorded actions, observer after observer, in one batch: shape (steps,)."""
+    def log_probs(self) -> torch.Tensor:
+        """Compute those of the recorded actions in one batch, observer after observer: (steps,)."""
         states, actions, masks = [], [], []
         for ob_id, of_observer in self.states.items():
             states += of_observer
@@ -95,13 +98,13 @@ class FastAgent(tutorial.Agent):
         actions = torch.tensor(actions, device=self.device)
         return Categorical(probs, validate_args=False).log_prob(actions)
 
-    def state_dict(self):
-        """All that a training needs to go on exactly as if it had never stopped."""
+    def state_dict(self) -> dict:
+        """Return all that a training needs to go on exactly as if it had never stopped."""
         generators = {ob_id: gen.get_state() for ob_id, gen in self.generators.items()}
         return {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(),
                 "generators": generators}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict) -> None:
         """Go on from a `state_dict`, with the learning rate of this run."""
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -111,47 +114,47 @@ class FastAgent(tutorial.Agent):
 
 
 class SavedHistory(History):
-    """A history that begins with `--resume`, and is saved to `--checkpoint`, where its agent is."""
+    """Begins with `--resume` from a checkpoint, and saves itself and its agent to one."""
 
-    def __init__(self, agent, args):
+    def __init__(self, agent: FastAgent, args: argparse.Namespace) -> None:
         super().__init__(agent, args)
         if args.resume:
             state = checkpoint.load(args)
             agent.load_state_dict(state)
             self.resume(state["history"])
 
-    def add(self, last_reward):
-        """See `History.add`."""
+    def add(self, last_reward: float) -> None:
+        """Record an episode; after every `--log_interval` episodes, save the training."""
         super().add(last_reward)
         if self.episodes % self.args.log_interval == 0:
             self.save()
 
-    def metrics(self):
-        """See `History.metrics`."""
+    def metrics(self) -> dict:
+        """Save the training, and return the metrics of all of it."""
         self.save()
         return super().metrics()
 
-    def save(self):
-        """Save the training as it is now."""
+    def save(self) -> None:
+        """Save the training as it is now, if there is a `--checkpoint`."""
         if self.args.checkpoint:
             state = {**self.agent.state_dict(), "history": self.kept}
             checkpoint.save(self.args, state)
 
 
-def run_worker(rank, world_size, args):
-    """Like the tutorial's, with the fast agent, and checkpoints."""
+def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
+    """Train as main.py does, with the fast agent and checkpoints."""
     return tutorial.run_worker(rank, world_size, args, FastAgent, SavedHistory)
 
 
-def build_parser():
+def build_parser() -> Parser:
     """Return the parser of this program's flags: those of main, and of checkpoints."""
     parser = tutorial.build_parser("rpc_rl_fast", __doc__)
     parser.add_checkpoint_flags()
     return parser
 
 
-def main(argv=None):
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     refuse_what_cannot_end(args)
     state = checkpoint.inspect(args, needs=("generators",))

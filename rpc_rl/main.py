@@ -27,6 +27,8 @@ Last line, about: which observer asks first is chance, and so is what it draws.
 `rpc_rl/fast.py` trains the same with half the messages, and can be continued from a checkpoint.
 """
 
+import argparse
+
 import gymnasium as gym
 import torch
 from common import report
@@ -47,22 +49,22 @@ OBSERVER_NAME = "observer{}"  # Tutorial: "obs", the same name for all observers
 RPC_THREADS = 2  # more only queue for the interpreter lock: the default, 16, is 15% slower
 
 
-def role_name(rank, world_size):
-    """Rank 0 is the agent, all others are observers."""
+def role_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank: rank 0 is the agent, all others are observers."""
     return AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
 
 
 class Policy(nn.Module):
-    """States (..., 4) to the probabilities (..., 2) of pushing the cart to the left and right."""
+    """Maps states (..., 4) to the probabilities (..., 2) of pushing the cart left and right."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.affine1 = nn.Linear(4, 128)
         self.dropout = nn.Dropout(p=0.6)
         self.affine2 = nn.Linear(128, 2)
 
-    def forward(self, x):
-        """See the class."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Work on any number of states at once: the last axis is the one that matters."""
         x = self.affine1(x)
         x = self.dropout(x)
         x = F.relu(x)
@@ -73,12 +75,12 @@ class Policy(nn.Module):
 class Observer:
     """Owns one environment and plays the episodes that the agent asks for; not on rank 0."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.id = rpc.get_worker_info().id
         self.env = gym.make(ENV_NAME, disable_env_checker=True)
 
-    def run_episode(self, agent_rref, n_steps, seed):
-        """Play one episode of at most `n_steps` steps, asking the agent; whether the pole fell."""
+    def run_episode(self, agent_rref: RRef, n_steps: int, seed: int) -> bool:
+        """Play at most `n_steps` steps, asking the agent; return whether the pole fell."""
         # Tutorial: _remote_method(Agent.select_action, agent_rref, ...). RRefs can do that by now.
         agent = agent_rref.rpc_sync()
         state, _ = self.env.reset(seed=seed)  # Tutorial: one seed for all, identical environments.
@@ -99,7 +101,7 @@ class Agent:
 
     observer = Observer
 
-    def __init__(self, world_size, args):
+    def __init__(self, world_size: int, args: argparse.Namespace) -> None:
         self.args = args
         self.device = device_for(args.device)
         torch.manual_seed(args.seed)
@@ -119,8 +121,8 @@ class Agent:
             seed = 1000 * args.seed + ob_info.id  # of the environment: others for each observer
             self.generators[ob_info.id] = torch.Generator().manual_seed(seed)
 
-    def select_action(self, ob_id, state):
-        """Called by an observer over RPC: a state, 4 numbers, to an action, 0 or 1."""
+    def select_action(self, ob_id: int, state: list[float]) -> int:
+        """Answer an observer over RPC: choose an action, 0 or 1, for a state, 4 numbers."""
         probs = self.policy(torch.tensor(state, device=self.device))
         report.require_finite(probs[0], "in an episode", "a probability")
         m = Categorical(probs, validate_args=False)  # which would look at them once more
@@ -128,12 +130,12 @@ class Agent:
         self.saved_log_probs[ob_id].append(m.log_prob(action))
         return action.item()
 
-    def report_reward(self, ob_id, reward):
-        """Called by an observer over RPC after each step."""
+    def report_reward(self, ob_id: int, reward: float) -> None:
+        """Record the reward of a step; an observer calls this over RPC."""
         self.rewards[ob_id].append(reward)
 
-    def run_episode(self):
-        """Let every observer play one episode, all at the same time, and wait for all of them."""
+    def run_episode(self) -> None:
+        """Let all observers play one episode at the same time, and wait for all."""
         self.rewards = {ob_id: [] for ob_id in self.ob_rrefs}
         self.saved_log_probs = {ob_id: [] for ob_id in self.ob_rrefs}
         futs = []
@@ -145,12 +147,12 @@ class Agent:
             futs.append(observer.run_episode(self.agent_rref, self.n_steps, seed))
         self.terminated = dict(zip(self.ob_rrefs, wait_all(futs), strict=True))
 
-    def log_probs(self):
-        """Of the recorded actions, observer after observer, with their graph: shape (steps,)."""
+    def log_probs(self) -> torch.Tensor:
+        """Stack those of the recorded actions, observer after observer, with graph: (steps,)."""
         return torch.stack(sum(self.saved_log_probs.values(), []))
 
-    def finish_episode(self):
-        """Train on the recorded episodes (REINFORCE); the reward of the worst observer. No RPC."""
+    def finish_episode(self) -> float:
+        """Train on the episodes (REINFORCE); return the reward of the worst observer. No RPC."""
         # Tutorial: one R over the joined rewards; returns leaked from one observer into another.
         returns = []
         for ob_id, rewards in self.rewards.items():
@@ -170,8 +172,8 @@ class Agent:
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
         return min_reward
 
-    def returns(self, rewards, terminated):
-        """The discounted return of each step of one observer's episode, a list like `rewards`."""
+    def returns(self, rewards: list[float], terminated: bool) -> list[float]:
+        """Compute the discounted return of each step of an episode, a list like `rewards`."""
         # Tutorial: 0 behind the last step, although at the time limit nothing has failed: a perfect
         # episode's end looked bad. Better: the last reward would have gone on for ever.
         bootstrap = self.args.truncation == "bootstrap" and not terminated
@@ -183,7 +185,7 @@ class Agent:
         return returns[::-1]
 
 
-def train(agent, history, args):
+def train(agent: Agent, history: History, args: argparse.Namespace) -> None:
     """Play and learn, episode by episode, until CartPole is solved."""
     while agent.running_reward <= args.reward_threshold and history.episodes < args.max_episodes:
         agent.run_episode()
@@ -191,8 +193,10 @@ def train(agent, history, args):
         history.add(last_reward)
 
 
-def run_worker(rank, world_size, args, agent_class=Agent, history_class=History):
-    """Rank 0 trains and returns the metrics; the others wait passively for its commands."""
+def run_worker(rank: int, world_size: int, args: argparse.Namespace,
+               agent_class: type[Agent] = Agent,
+               history_class: type[History] = History) -> dict | None:
+    """Train on rank 0, which returns the metrics; the others wait for its calls."""
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args, RPC_THREADS))
     metrics = None
@@ -205,8 +209,8 @@ def run_worker(rank, world_size, args, agent_class=Agent, history_class=History)
     return metrics
 
 
-def build_parser(example="rpc_rl", description=__doc__):
-    """Return the parser of this program's flags."""
+def build_parser(example: str = "rpc_rl", description: str = __doc__) -> Parser:
+    """Return the parser of this program's flags, or of a variant's."""
     parser = Parser(example, description, world_size=3, min_world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
     # Tutorial: a gamma of 0.1, which sees two steps ahead.
@@ -225,8 +229,8 @@ def build_parser(example="rpc_rl", description=__doc__):
     return parser
 
 
-def main(argv=None):
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     refuse_what_cannot_end(args)
     return run_program(run_worker, args, role_name, finish)

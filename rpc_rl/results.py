@@ -1,13 +1,15 @@
 """What a training leaves: its history, metrics.json, the picture, the last line."""
 
+import argparse
 import time
+from typing import Protocol
 
 import gymnasium as gym
 from common import picture, report
 from common.cli import refuse
 
 ENV_NAME = "CartPole-v1"
-# What a timeline shows (common/tracing.py): the agent answers, the observers step.
+# What a timeline shows (common/tracing): the agent answers, the observers step.
 SPANS = {
     "rpc_rl.main:Agent.select_action": ["select_action"],
     "rpc_rl.fast:FastAgent.select_action": ["select_action"],
@@ -25,6 +27,13 @@ WORDS = {
 }
 
 
+class Learner(Protocol):
+    """Has what a history records: an agent."""
+
+    running_reward: float
+    rewards: dict[int, list[float]]  # of an episode, by observer
+
+
 class History:
     """Records what `train` has reached so far, and shows it.
 
@@ -33,23 +42,23 @@ class History:
         args: the parsed flags.
     """
 
-    def __init__(self, agent, args):
+    def __init__(self, agent: Learner, args: argparse.Namespace) -> None:
         self.agent, self.args = agent, args
         self.resume({"episodes": 0, "env_steps": 0, "running_reward": 0.0, "rewards": [],
                      "running_rewards": []})
 
-    def resume(self, kept):
+    def resume(self, kept: dict) -> None:
         """Go on from what another run has `kept`."""
         self.kept, self.agent.running_reward = kept, kept["running_reward"]
         self.resumed_steps, self.started = kept["env_steps"], time.perf_counter()
-        self.bar = report.progress(self.args.max_episodes, "episode", self.episodes)
+        self.bar = report.progress(self.args.max_episodes, "episode", self.episodes, role="agent")
 
     @property
-    def episodes(self):
-        """How many there were, those before a resumed checkpoint included."""
+    def episodes(self) -> int:
+        """Return how many there were, those before a resumed checkpoint included."""
         return self.kept["episodes"]
 
-    def add(self, last_reward):
+    def add(self, last_reward: float) -> None:
         """Record an episode."""
         agent, args = self.agent, self.args
         self.kept["episodes"] += 1
@@ -58,12 +67,12 @@ class History:
         self.kept["rewards"].append(last_reward)
         self.kept["running_rewards"].append(agent.running_reward)
         self.bar.set_postfix_str(f"running reward {agent.running_reward:.1f}", refresh=False)
-        self.bar.update()
         if self.bar.disable and self.episodes % args.log_interval == 0:  # not a terminal
             report.log("agent", f"episode {self.episodes}  last reward {last_reward:.0f}  "
                                 f"running reward {agent.running_reward:.2f}")
+        self.bar.update()
 
-    def metrics(self):
+    def metrics(self) -> dict:
         """Return those of the whole training; steps per second without the start."""
         train_s = time.perf_counter() - self.started
         self.bar.close()
@@ -72,7 +81,7 @@ class History:
         return {"solved": solved, "env_steps_per_s": new_steps / train_s, **self.kept}
 
 
-def refuse_what_cannot_end(args):
+def refuse_what_cannot_end(args: argparse.Namespace) -> None:
     """Refuse, before any process starts, a threshold that is out of reach."""
     share = args.total_steps_per_episode // (args.world_size - 1)
     longest = min(share, gym.spec(ENV_NAME).max_episode_steps)
@@ -82,7 +91,7 @@ def refuse_what_cannot_end(args):
                f"with --world_size {args.world_size}; change one of them")
 
 
-def finish(metrics, args):
+def finish(metrics: dict, args: argparse.Namespace) -> dict:
     """Draw the picture, write metrics.json, print the last line; return the whole metrics."""
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot(metrics, args)
@@ -93,7 +102,7 @@ def finish(metrics, args):
     return metrics
 
 
-def plot(metrics, args):
+def plot(metrics: dict, args: argparse.Namespace) -> None:
     """Draw `learning_curve.png`."""
     path = args.output_dir / "learning_curve.png"
     for axes, words in picture.in_each_language(

@@ -20,8 +20,7 @@ from common import checkpoint
 from common.data import load_data
 from common.vision import import_torchvision
 
-from ddp_basic import check as ddp_basic_check
-from ddp_basic import elastic, elastic_check
+from ddp_basic import elastic
 from ddp_basic import main as ddp_basic
 from ddp_basic.data import toy_samples
 from ddp_basic.main import ToyModel, ToyMpModel
@@ -71,12 +70,9 @@ def running_torchrun(command, folder, until=None, cold=False):
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """In all processes: sums on another number of threads are not bitwise identical."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -125,14 +121,14 @@ def test_what_a_run_tells(lesson):
     folder, [(out, _), _] = lesson
     metrics = json.loads((folder / "metrics.json").read_text())
     lines = out.splitlines()
-    assert len(lines) == 3 * 4 + 1
+    assert len(lines) == 3 * 4 + 2
     for i, demo in enumerate(DEMOS):  # a row per rank, in order: they do not interleave
         assert lines[4 * i].startswith(f"[rank0] {demo}: loss ")
         assert [line.split()[1] for line in lines[4 * i + 2 : 4 * i + 4]] == ["0", "1"]
         assert metrics[demo]["loss_after"] < 0.7 * metrics[demo]["loss_before"]
         assert metrics[demo]["losses_per_rank"] == metrics["basic"]["losses_per_rank"]  # of the same weights
         assert [len(losses) for losses in metrics[demo]["losses_per_rank"]] == [11, 11]
-    assert lines[-1].startswith("basic, checkpoint, model_parallel on 2 ranks: loss ")
+    assert lines[-2].startswith("basic, checkpoint, model_parallel on 2 ranks: loss ")
     ran_on = {"example", "world_size", "device", "backend", "seed", "wall_s", "torch", "python", "cpu_count"}
     assert set(metrics) == ran_on | set(DEMOS)
 
@@ -145,34 +141,6 @@ def test_check_passes(tmp_path, capfd):
             assert f"{name}, {what}" in differences
     assert capfd.readouterr().out.count(": ok\n") == len(differences) == 34
     assert list(tmp_path.iterdir()) == []
-
-
-class Plain(torch.nn.Module):
-    """What DDP is not."""
-
-    def __init__(self, module, **_):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        return self.module(x)
-
-
-def without_ddp(rank, world_size, args):
-    ddp_basic.DDP = Plain
-    return ddp_basic_check.record(rank, world_size, args)
-
-
-def test_check_can_fail(monkeypatch, capfd, tmp_path):
-    """Without DDP each rank goes its own way."""
-    monkeypatch.setattr(ddp_basic_check, "record", without_ddp)
-    with pytest.raises(SystemExit) as stop:
-        demo("all", tmp_path, "--check")
-    assert stop.value.code == 1
-    failed = [line.split("] ")[1].split(": ")[0] for line in capfd.readouterr().out.splitlines()
-              if line.endswith("FAIL")]
-    for name in DEMOS:
-        assert {f"{name}, gradients", f"{name}, weights", f"{name}, weights on all ranks"} <= {*failed}
 
 
 @pytest.mark.parametrize("name", [*DEMOS, "skew"])
@@ -241,7 +209,7 @@ def test_all_wait_for_the_slow_rank(tmp_path, capfd):
     assert any(compute > wait for compute, wait in slow)
     assert any(compute < wait for compute, wait in fast)
     assert min(compute for compute, _ in slow) >= 0.3
-    last = capfd.readouterr().out.splitlines()[-1]
+    last = capfd.readouterr().out.splitlines()[-2]
     assert re.fullmatch(r"skew on 2 ranks: a step takes \d\S+ s where rank 0 takes 0.3 s longer, .*", last)
     width, height = struct.unpack(">II", (tmp_path / "skew.png").read_bytes()[16:24])
     assert min(width, height) > 300
@@ -319,7 +287,7 @@ def test_killed_twice_at_random_moments(undisturbed, tmp_path):
     resumed = [int(line.split()[2].rstrip(":")) for line in told if "resumed after epoch " in line]
     assert len(resumed) >= 2
     assert len(set(resumed)) == len(resumed)
-    assert told[-1].startswith(f"{EPOCHS} epochs on 2 ranks: test accuracy ")
+    assert told[-2].startswith(f"{EPOCHS} epochs on 2 ranks: test accuracy ")
     metrics = json.loads((tmp_path / "outputs/ddp_basic/elastic/metrics.json").read_text())
     assert metrics["attempts"] in (3, 4, 5)
     if metrics["attempts"] > 3:  # seen once in 300 runs, on a busy machine; the training survived that, too
@@ -378,28 +346,6 @@ def test_elastic_check_passes(tmp_path, capfd):
     for name in ("loss", "gradients", "weights"):
         assert differences[f"resumed as if never stopped, {name}"] == 0
     assert capfd.readouterr().out.count(": ok\n") == len(differences) == 26
-
-
-def without_momentum(rank, world_size, args):
-    save = elastic.save
-
-    def forgetful(model, optimizer, history, args):
-        save(model, torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9), history, args)
-
-    elastic.save = forgetful
-    return elastic_check.record(rank, world_size, args)
-
-
-def test_elastic_check_can_fail(tmp_path, monkeypatch, capfd):
-    """The momentum is part of the training: without it in the checkpoint, an interruption shows."""
-    monkeypatch.setattr(elastic_check, "record", without_momentum)
-    with pytest.raises(SystemExit) as stop:
-        elastic.main(["--check", "--world_size", "1", "--device", "cpu", "--output_dir", str(tmp_path)])
-    assert stop.value.code == 1
-    failed = {line.split("] ")[1].split(": ")[0] for line in capfd.readouterr().out.splitlines()
-              if line.endswith("FAIL")}
-    assert {"resumed, weights", "resumed as if never stopped, weights"} <= failed
-    assert not any(name.startswith(("stopped", "whole")) for name in failed)
 
 
 def test_elastic_says_that_training_has_diverged(tmp_path, capfd):

@@ -109,6 +109,7 @@ PROGRAMS = [
     Program("p2p_collectives.init_methods", "--method file --world_size 2", "rank0 rank1",
             {"rank1": "tests.sabotage:nothing"}),
 ]
+FIRST_PROGRAMS = [program for program in PROGRAMS if program.lesson.endswith(".main")]  # one of each folder
 
 
 class Run:
@@ -313,18 +314,23 @@ def test_second_failure(lesson, clean, tmp_path, capfd):
               OF_SEVERAL[row], pause_s=0.5) for row, (fault, signals) in SECOND_FAILURES.items()], capfd)
 
 
-def test_standstill(clean, tmp_path, capfd):
+@pytest.mark.parametrize("fault", ["lock", "loop"])
+def test_standstill(fault, clean, tmp_path, capfd):
     """Nobody comes back from a call that has no limit: the run tells so once, and goes on until a signal ends it."""
     stuck = [("rpc_rl.main", "agent"), ("rpc_rl.main", "observer1"), ("batch_rl.main", "observer1"),
              ("model_parallel_resnet.main", "master")]
-    runs = [Run(named(lesson), tmp_path, "lock", role, [(TIMEOUT_S + 8, role, "SIGKILL")], OF_A_RANK["SIGKILL"],
+    runs = [Run(named(lesson), tmp_path, fault, role, [(TIMEOUT_S + 8, role, "SIGKILL")], OF_A_RANK["SIGKILL"],
                 TIMEOUT_S) for lesson, role in stuck]
-    err = ends(runs, capfd)
+    _, err = ends(runs, capfd)
     notes = [text for text in err.splitlines() if text.startswith("note:")]
     assert len(notes) == len(runs), err
     for run in runs:
         expected = filled(STANDSTILL.line, run.rank, run.roles)
         assert any(re.fullmatch(expected, note) for note in notes), (expected, notes)
+        who = f"rank {run.rank} ({run.roles[run.rank]})"
+        assert any(f"{who} is at tests/sabotage.py:" in note for note in notes), notes
+        if fault == "loop" and run.rank == 0:  # in its main thread, whose time is looked at
+            assert any(f"moved but {who}: {who} is at" in note for note in notes), notes
 
 
 @pytest.mark.parametrize("runs", [
@@ -342,7 +348,8 @@ def test_no_standstill(runs, clean, tmp_path, capfd):
             program = program._replace(raises={"trainer1": program.raises["trainer1"]})
         started.append(Run(program, tmp_path, "none", role, [(TIMEOUT_S + 6 + 2 * pause_s, role, "SIGKILL")],
                            OF_A_RANK["SIGKILL"], TIMEOUT_S, pause_s))
-    assert "note:" not in ends(started, capfd)
+    _, err = ends(started, capfd)
+    assert "note:" not in err
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 1.0])
@@ -354,15 +361,24 @@ def test_short_timeout(timeout_s, clean, tmp_path, capfd):
     ends([Run(program, tmp_path, "none", "rank0", [(4.0, "rank0", "SIGKILL")], OF_A_RANK["SIGKILL"], timeout_s)], capfd)
 
 
-@pytest.mark.slow
+def spawned(program):
+    """A program whose ranks `mp.spawn` starts."""
+    return program._replace(flags=f"{program.flags} --start_method spawn")
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_spawn(program, clean, tmp_path, capfd):
-    """Ranks that `mp.spawn` starts: each prints; one run is interrupted, in another one a rank fails."""
-    program, roles = program._replace(flags=f"{program.flags} --start_method spawn"), program.roles.split()
-    folder = tmp_path / "interrupted"
-    pid = launcher(program, folder, PATIENT_S)
+    """Ranks that `mp.spawn` starts: each prints, and one of them fails."""
+    out, _ = ends([Run(spawned(program), tmp_path, "exception", [*program.raises][-1])], capfd)
+    assert sorted(re.findall(r"rank (\d+) prints", out)) == [str(rank) for rank in range(len(program.roles.split()))]
+
+
+@pytest.mark.parametrize("program", FIRST_PROGRAMS, ids=str)
+def test_spawn_interrupted(program, clean, tmp_path):
+    """Ctrl-C, while they train."""
+    roles, folder = program.roles.split(), tmp_path / "interrupted"
+    pid = launcher(spawned(program), folder, PATIENT_S)
     pids = [int(pid) for pid in wait_for(folder / "pids").split()]
-    ends([Run(program, tmp_path, "exception", [*program.raises][-1])], capfd)
     deadline = time.monotonic() + 40
     while not all(f"rank {rank} prints" in (folder / "out").read_text() for rank in range(len(roles))):
         assert time.monotonic() < deadline, (folder / "err").read_text()
@@ -374,7 +390,6 @@ def test_spawn(program, clean, tmp_path, capfd):
     gone(pids)
 
 
-@pytest.mark.slow
 def test_spawn_to_the_end(tmp_path, capfd):
     """A whole run, whose rank 0 prints as it trains."""
     importlib.import_module("p2p_collectives.train").main(
@@ -406,10 +421,10 @@ def ends(runs, capfd):
     """Every run, all at the same time, ends everywhere, in time, and names the role at fault and no other, once.
 
     Returns:
-        What was printed to stderr.
+        What was printed to stdout, and to stderr.
     """
     complete(runs)
-    err = capfd.readouterr().err
+    out, err = capfd.readouterr()
     errors = [text for text in err.splitlines() if text.startswith("error:")]
     patterns = [run.expected() for run in runs]
     for run, expected in zip(runs, patterns, strict=True):
@@ -423,7 +438,7 @@ def ends(runs, capfd):
     # The cause's traceback, and no other.
     tracebacks = sum(run.row.traceback for run in runs)
     assert err.count("sabotage") >= tracebacks if tracebacks else "Traceback" not in err, err
-    return err
+    return out, err
 
 
 @pytest.mark.parametrize(("lesson", "role", "function", "words"), [

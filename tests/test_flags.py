@@ -268,55 +268,34 @@ def for_all(command_lines, max_examples, holds):
     settings(hypothesis.given(command_lines)(holds))()
 
 
-def any_input(name, folder, max_examples):
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_any_input(name, stubbed):
     def accepted_or_one_line(argv):
-        verdict, err = outcome(name, argv, folder)
+        verdict, err = outcome(name, argv, stubbed)
         if verdict == "accepted":
             assert err == ""
         else:
             one_line(err)
 
-    for_all(command_lines(parser_of(name)), max_examples, accepted_or_one_line)
+    for_all(command_lines(parser_of(name)), 40, accepted_or_one_line)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_any_input(name, stubbed):
-    any_input(name, stubbed, max_examples=40)
+def all_flags():
+    """Each flag that takes a value, once, with the first program that has it."""
+    found = {}
+    for name in PROGRAMS:
+        for action in parser_of(name)._actions:
+            if action.dest != "help" and action.nargs != 0:
+                found.setdefault(action.option_strings[0], name)
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_any_input_for_longer(name, stubbed):
-    any_input(name, stubbed, max_examples=120)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_every_flag_with_every_value(name, stubbed):
-    for action in parser_of(name)._actions:
-        for value in VALUES if action.dest != "help" and action.nargs != 0 else ():
-            verdict, err = outcome(name, [action.option_strings[0], value], stubbed)
-            if verdict == "refused":
-                one_line(err)
-
-
-def under_torchrun(name, folder, max_examples):
-    parser = parser_of(name)
-    ranks = parser.get_default("world_size") or 3
-
-    def one_rank_says_it(argv):
-        said, verdicts = "", set()
-        for rank in range(ranks):
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-            verdict, err = outcome(name, argv, folder)
-            said += err
-            verdicts.add(verdict)
-        if "refused" in verdicts:
-            one_line(said)
-
-    # Without MNIST: who does not have it waits for the first rank, which has ended.
-    for_all(command_lines(parser, without=["dataset"]), max_examples, one_rank_says_it)
+@pytest.mark.parametrize(("flag", "name"), all_flags().items())
+def test_every_flag_with_every_value(flag, name, stubbed):
+    for value in VALUES:
+        verdict, err = outcome(name, [flag, value], stubbed)
+        if verdict == "refused":
+            one_line(err)
 
 
 @pytest.fixture
@@ -331,13 +310,22 @@ DISTRIBUTED = [name for name, calls in PROGRAMS.items() if calls in ([], ["launc
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_one_rank_of_torchrun_says_it(name, stubbed, torchrun):
-    under_torchrun(name, stubbed, max_examples=10)
+    parser = parser_of(name)
+    ranks = parser.get_default("world_size") or 3
 
+    def one_rank_says_it(argv):
+        said, verdicts = "", set()
+        for rank in range(ranks):
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+            verdict, err = outcome(name, argv, stubbed)
+            said += err
+            verdicts.add(verdict)
+        if "refused" in verdicts:
+            one_line(said)
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DISTRIBUTED)
-def test_one_rank_of_torchrun_says_it_for_longer(name, stubbed, torchrun):
-    under_torchrun(name, stubbed, max_examples=40)
+    # Without MNIST: who does not have it waits for the first rank, which has ended.
+    for_all(command_lines(parser, without=["dataset"]), 10, one_rank_says_it)
 
 
 @pytest.mark.parametrize(("name", "flags"), [

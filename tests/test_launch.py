@@ -249,7 +249,6 @@ def test_more_processes_than_the_machine_holds(monkeypatch, capsys):
     assert "--world_size 60000 is too much for this machine, which can hold at most " in lines[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [20, 33])
 def test_many_ranks(world_size):
     result = launch(tell_state, parse(world_size=world_size), role_name)

@@ -219,7 +219,7 @@ def test_two_runs_at_once(side_by_side):
     assert b"20/20" in shown
     assert b"running reward" in shown
     assert b"[agent]" not in shown  # the bar instead of the lines
-    assert b"not solved in 20 episodes" in shown.splitlines()[-1]
+    assert b"not solved in 20 episodes" in shown.splitlines()[-2]
 
 
 def test_it_learns(trained):
@@ -238,7 +238,7 @@ def test_it_learns(trained):
 def test_what_a_run_leaves(trained):
     folder, metrics, lines = trained
     assert lines[0].startswith("[agent] episode 10  last reward ")
-    assert lines[-1].startswith(f"CartPole-v1 solved in {metrics['episodes']} episodes: running reward 3")
+    assert lines[-2].startswith(f"CartPole-v1 solved in {metrics['episodes']} episodes: running reward 3")
     ran_on = {"example", "world_size", "device", "backend", "seed", "wall_s", "torch", "python", "cpu_count"}
     assert ran_on < set(metrics)
     width, height = struct.unpack(">II", (folder / "learning_curve.png").read_bytes()[16:24])

@@ -39,7 +39,7 @@ def test_rows_and_picture(per_machine, ways, tmp_path, capfd):
                                   "--output_dir", str(tmp_path / "out")])
     out, err = capfd.readouterr()
     assert err == ""
-    assert out.splitlines()[-1].startswith(f"781.2 KiB on 2 ranks: all_reduce by {ways[2]} takes ")
+    assert out.splitlines()[-2].startswith(f"781.2 KiB on 2 ranks: all_reduce by {ways[2]} takes ")
     of_all_reduce = [row for row in metrics["rows"] if row["collective"] == "all_reduce"]
     assert [row["way"] for row in of_all_reduce] == ways * 2
     assert [row["vs_gloo"] for row in metrics["rows"] if row["way"] == "gloo"] == [1] * 6

@@ -166,7 +166,7 @@ def test_the_documented_command(tmp_path):
     lines = result.stdout.splitlines()
     assert "one device (cpu): nothing can overlap" in lines[0]
     assert "left out: split sizes [5, 8, 10, 12, 20, 40, 60]" in lines[1]
-    assert lines[-1].startswith("ResNet50 on one device (cpu): model parallel takes ")
+    assert lines[-2].startswith("ResNet50 on one device (cpu): model parallel takes ")
 
     folder = tmp_path / "outputs" / "model_parallel_resnet" / "single_machine"
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.json", *PICTURES]

@@ -3,14 +3,13 @@
 import contextlib
 import json
 import re
+import shutil
 import struct
 import threading
 import time
 
 import pytest
-from common import timeline, timeline_report, tracing
-
-from tests.chromium import Chromium, find
+from common.tracing import page, record, timeline
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +88,7 @@ def test_the_line_of_a_span():
 def test_the_cell_of_a_span():
     """That of its function, of the one a subclass has replaced, or of the first caller with one."""
     def cell(*where):
-        found = timeline_report.cell_of([[path, 1, function] for path, function in where])
+        found = page.cell_of([[path, 1, function] for path, function in where])
         return found and (found[0], found[1])
 
     assert cell(("rpc_rl/main.py", "Observer.run_episode")) == ("6_5", 11)
@@ -114,7 +113,7 @@ def test_the_colours():
 
 def test_picture_and_trace(tmp_path):
     of_roles = {"worker1": spans((0, 2), (1, 3), (4, 5)), "worker2": spans((2, 4), kind="backward")}
-    idle = timeline_report.save(of_roles, tmp_path, "two workers")
+    idle = page.save(of_roles, tmp_path, "two workers")
     assert idle == {"": {"worker1": pytest.approx(0.2), "worker2": pytest.approx(0.6)}}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
@@ -123,7 +122,7 @@ def test_picture_and_trace(tmp_path):
              for event in events if event["ph"] == "X"]  # microseconds; what overlaps has a row
     assert found == [("worker1", "forward", 0, 2e6, 0), ("worker1", "forward", 1e6, 2e6, 1),
                      ("worker1", "forward", 4e6, 1e6, 0), ("worker2", "backward", 2e6, 2e6, 0)]
-    idle = timeline_report.save(of_roles, tmp_path, "two workers", {"first": (0, 2), "second": (3, 5)})
+    idle = page.save(of_roles, tmp_path, "two workers", {"first": (0, 2), "second": (3, 5)})
     assert idle == {"first": {"worker1": 0, "worker2": 1},
                     "second": {"worker1": 0.5, "worker2": 0.5}}
 
@@ -189,7 +188,7 @@ TRACED = {  # flags, and what is recorded in each process
 def test_traced(program, tmp_path):
     """A lesson without a line for it: the processes, what they did, and where that stands."""
     flags, expected = TRACED[program]
-    tracing.main([str(timeline.ROOT / program), *flags, "--output_dir", str(tmp_path)])
+    record.main([str(timeline.ROOT / program), *flags, "--output_dir", str(tmp_path)])
     assert kinds(tmp_path) == expected
     for kind, found in places(tmp_path).items():
         assert kind in timeline.KINDS
@@ -200,19 +199,49 @@ def test_traced(program, tmp_path):
 
 def test_traced_bad_input(refused):
     for path in (timeline.ROOT / "rpc_rl/check.py", timeline.ROOT / "nowhere/main.py", "main.py"):
-        refused(tracing.main, [str(path), "--max_episodes", "1"], ["SPANS"])
-    refused(tracing.main, [], ["SPANS"])
+        refused(record.main, [str(path), "--max_episodes", "1"], ["SPANS"])
+    refused(record.main, [], ["SPANS"])
 
 
 # --- the page, in a browser
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    if find() is None:
+def chromium():
+    """The Chromium of this system, without a window."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright here: pip install playwright")
+    command = shutil.which("chromium") or shutil.which("chromium-browser")
+    if command is None:
         pytest.skip("no Chromium here: apt-get install chromium")
-    with Chromium(tmp_path_factory.mktemp("chromium")) as browser:
+    with playwright.sync_playwright() as driver, driver.chromium.launch(executable_path=command) as browser:
         yield browser
+
+
+@pytest.fixture
+def opened(chromium):
+    """`opened(path)`: the file in a tab, as wide as a window of a desktop or a phone."""
+    with contextlib.ExitStack() as contexts:
+
+        def opened(path, width=1280, height=800, language="en", dark=False):
+            context = contexts.enter_context(chromium.new_context(
+                viewport={"width": width, "height": height}, locale=language, is_mobile=width < 600,
+                has_touch=width < 600, color_scheme="dark" if dark else "light"))
+            page = context.new_page()
+            page.goto(path.resolve().as_uri())
+            drawn(page)
+            return page
+
+        yield opened
+
+
+def drawn(page):
+    """Wait until what has changed is on the screen."""
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def complaints(page):
+    """Errors and warnings of the console, and what was thrown."""
+    return [message.text for message in page.console_messages()] + page.page_errors()
 
 
 TITLE = "A <b>title, as long as that of a lesson: it takes two lines on a phone"
@@ -231,7 +260,7 @@ def saved(tmp_path_factory):
     first = [made("env.step", 0.1 * i, 0.1 * i + 0.05, PLACE, observer=i) for i in range(8)]
     second = [made("forward", 0.2, 0.4, BEYOND), made("backward", 0.3, 0.6, PLACE),
               made("remote call", 0.6, 0.8, PLACE), made("</script>", 0.8, 0.9, [])]
-    timeline_report.save({"observer1": first, "agent": second, "observer2": []}, folder, TITLE,
+    page.save({"observer1": first, "agent": second, "observer2": []}, folder, TITLE,
                   {"the middle": (1e9 + 0.2, 1e9 + 0.5)})
     return folder
 
@@ -241,20 +270,15 @@ def events_of(folder):
     return [event for event in events if event["ph"] == "X"]
 
 
-def click(page, selector):
-    page.run(f"document.querySelector({json.dumps(selector)}).click()")
-    page.drawn()
-
-
 def everything(page):
     """Show all of the timeline."""
-    page.run("[...document.querySelectorAll('#views button')].at(-1).click()")
-    page.drawn()
+    page.locator("#views button").last.click()
+    drawn(page)
 
 
 def middles(page):
     """Where the middle of each span is in the window, in the order of the JSON."""
-    return page.run("""(() => {
+    return page.evaluate("""(() => {
         const at = canvas.getBoundingClientRect();
         return spans.map(span => {
             const [left, top, wide, high] = box(span);
@@ -263,35 +287,35 @@ def middles(page):
     })()""")
 
 
-def test_page_is_self_contained(chromium, saved):
-    page = chromium.open(saved / "timeline.html")
-    assert page.requests() == [(saved / "timeline.html").resolve().as_uri()]
-    assert page.complaints() == []
-    assert page.text("h1") == TITLE
+def test_page_is_self_contained(opened, saved):
+    page = opened(saved / "timeline.html")
+    assert [request.url for request in page.requests()] == [(saved / "timeline.html").resolve().as_uri()]
+    assert complaints(page) == []
+    assert page.inner_text("h1") == TITLE
     text = (saved / "timeline.html").read_text()
     assert not re.search(r"https?:|@import|url\(|\b(src|href)=(?!\"data:,\")", text)
 
 
-def test_complaints_are_seen(chromium, tmp_path):
+def test_complaints_are_seen(opened, tmp_path):
     """The two lists that must be empty above are not empty where there is something."""
     bad = tmp_path / "bad.html"
     bad.write_text("<link rel=stylesheet href=missing.css><script>console.error(1); no()</script>")
-    page = chromium.open(bad)
+    page = opened(bad)
     assert len(page.requests()) == 2
-    assert len(page.complaints()) >= 2
+    assert len(complaints(page)) >= 2
 
 
-def test_page_has_the_spans(chromium, saved):
+def test_page_has_the_spans(opened, saved):
     """As many are drawn as the JSON has, each in its colour; first only those of the window."""
-    page = chromium.open(saved / "timeline.html")
+    page = opened(saved / "timeline.html")
     events = events_of(saved)
     begin = min(event["ts"] for event in events)
     inside = [event for event in events
               if event["ts"] - begin <= 0.5e6 and event["ts"] - begin + event["dur"] >= 0.2e6]
-    assert int(page.run("canvas.dataset.drawn")) == len(inside)
+    assert int(page.evaluate("canvas.dataset.drawn")) == len(inside)
     everything(page)
-    assert int(page.run("canvas.dataset.drawn")) == len(events) == page.run("spans.length")
-    seen = page.run("""spans.map(span => {
+    assert int(page.evaluate("canvas.dataset.drawn")) == len(events) == page.evaluate("spans.length")
+    seen = page.evaluate("""spans.map(span => {
         const [left, top, wide, high] = box(span);
         const [r, g, b] = pen.getImageData(left + 1, top + high / 2, 1, 1).data;
         return "#" + [r, g, b].map(c => c.toString(16).padStart(2, "0")).join("").toUpperCase();
@@ -302,17 +326,14 @@ def test_page_has_the_spans(chromium, saved):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_hover_and_tap(chromium, saved, width):
+def test_hover_and_tap(opened, saved, width):
     """Each span says what it is, its line and its cell, to a mouse and to a finger."""
-    page = chromium.open(saved / "timeline.html", width)
+    page = opened(saved / "timeline.html", width)
     everything(page)
     for event, (x, y) in zip(events_of(saved), middles(page), strict=True):
-        if width < 600:
-            page.touch("touchStart", (x, y))
-            page.touch("touchEnd")
-        else:
-            page.mouse("mouseMoved", x, y)
-        said = page.text("#details")
+        (page.touchscreen.tap if width < 600 else page.mouse.move)(x, y)
+        drawn(page)
+        said = page.inner_text("#details")
         assert event["name"] in said
         assert f"{event['dur'] / 1000:.3f}".rstrip("0").rstrip(".") + " ms" in said
         if "where" in event["args"]:
@@ -322,94 +343,108 @@ def test_hover_and_tap(chromium, saved, width):
         else:
             assert "tutorial cell" not in said
     if width > 600:
-        page.mouse("mouseMoved", 5, 5)
-        assert page.text("#details").startswith("Point at a span")
+        page.mouse.move(5, 5)
+        drawn(page)
+        assert page.inner_text("#details").startswith("Point at a span")
 
 
-def test_keyboard(chromium, saved):
+def test_keyboard(opened, saved):
     """The arrow keys reach all spans."""
-    page = chromium.open(saved / "timeline.html")
-    page.run("canvas.focus()")
+    page = opened(saved / "timeline.html")
+    page.evaluate("canvas.focus()")
     for count in (8, 4):
-        page.press("Home")
+        press(page, "Home")
         seen = set()
         for _ in range(10):
-            seen.add(page.run("selected.index"))
-            assert page.run("selected.start >= view[0] && selected.end <= view[1]")
-            page.press("ArrowRight")
+            seen.add(page.evaluate("selected.index"))
+            assert page.evaluate("selected.start >= view[0] && selected.end <= view[1]")
+            press(page, "ArrowRight")
         assert len(seen) == count
-        page.press("ArrowDown")
-    assert page.run("lanes[selected.lane].name") == "agent"  # observer2 has no span
-    page.press("Escape")
-    assert page.text("#details").startswith("Point at a span")
+        press(page, "ArrowDown")
+    assert page.evaluate("lanes[selected.lane].name") == "agent"  # observer2 has no span
+    press(page, "Escape")
+    assert page.inner_text("#details").startswith("Point at a span")
+
+
+def press(page, key):
+    page.keyboard.press(key)
+    drawn(page)
 
 
 def shown(page):
-    return page.run("view[1] - view[0]")
+    return page.evaluate("view[1] - view[0]")
 
 
-def test_zoom_and_pan(chromium, saved):
-    page = chromium.open(saved / "timeline.html")
+def test_zoom_and_pan(opened, saved):
+    page = opened(saved / "timeline.html")
     everything(page)
     whole = shown(page)
-    (x, y), fixed = middles(page)[3], page.run("spans[3].start")
-    page.mouse("mouseWheel", x, y, deltaX=0, deltaY=-300)
+    (x, y), fixed = middles(page)[3], page.evaluate("spans[3].start")
+    page.mouse.move(x, y)
+    page.mouse.wheel(0, -300)
+    drawn(page)
     assert shown(page) < whole / 1.5
     assert middles(page)[3][0] == pytest.approx(x, abs=3)  # what is under the mouse stays there
-    click(page, "[data-do=zoomIn]")
-    before, start = shown(page), page.run("view[0]")
-    page.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
-    page.mouse("mouseMoved", x - 100, y, button="left", buttons=1)
-    page.mouse("mouseReleased", x - 100, y, button="left", clickCount=1)
+    page.click("[data-do=zoomIn]")
+    drawn(page)
+    before, start = shown(page), page.evaluate("view[0]")
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x - 100, y)
+    page.mouse.up()
+    drawn(page)
     assert shown(page) == pytest.approx(before)
-    assert page.run("view[0]") - start == pytest.approx(100 * before / page.run("width"), rel=0.01)
-    assert page.run("selected") is None  # that was no click
-    click(page, "[data-do=zoomOut]")
+    assert page.evaluate("view[0]") - start == pytest.approx(100 * before / page.evaluate("width"), rel=0.01)
+    assert page.evaluate("selected") is None  # that was no click
+    page.click("[data-do=zoomOut]")
+    drawn(page)
     assert shown(page) == pytest.approx(2 * before)
-    page.touch("touchStart", (300, y), (500, y))
-    page.touch("touchMove", (200, y), (600, y))
-    page.touch("touchEnd")
+    fingers = page.context.new_cdp_session(page)  # two of them; Playwright itself has one
+    for kind, places in (("touchStart", (300, 500)), ("touchMove", (200, 600)), ("touchEnd", ())):
+        points = [{"x": place, "y": y, "id": finger} for finger, place in enumerate(places)]
+        fingers.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    drawn(page)
     assert shown(page) == pytest.approx(before, rel=0.02)
-    assert fixed == page.run("spans[3].start")
+    assert fixed == page.evaluate("spans[3].start")
 
 
-def test_idle_in_words(chromium, saved):
+def test_idle_in_words(opened, saved):
     """As `idle_share` says; a remote call is idle."""
-    page = chromium.open(saved / "timeline.html")
+    page = opened(saved / "timeline.html")
     everything(page)
-    lines = page.text("#idle").splitlines()
+    lines = page.inner_text("#idle").splitlines()
     assert lines[0].startswith("observer1: idle for 56%")  # 8 times 50 ms of 900 ms
     assert lines[1].startswith("agent: idle for 44%")  # 200 to 600 ms and 800 to 900 ms
     assert lines[2] == "observer2: idle all the time; nothing is recorded of it here"
 
 
-def test_languages(chromium, saved):
+def test_languages(opened, saved):
     """That of the browser, and a switch."""
-    page = chromium.open(saved / "timeline.html", language="ja")
-    assert page.run("document.documentElement.lang") == "ja"
-    assert "色の意味" in page.text("body")
-    assert "Colours" not in page.text("body")
-    click(page, "#language")
-    assert page.run("document.documentElement.lang") == "en"
-    assert "Colours" in page.text("body")
-    assert page.run("Object.keys(TEXTS.en).join() === Object.keys(TEXTS.ja).join()")
+    page = opened(saved / "timeline.html", language="ja")
+    assert page.evaluate("document.documentElement.lang") == "ja"
+    assert "色の意味" in page.inner_text("body")
+    assert "Colours" not in page.inner_text("body")
+    page.click("#language")
+    drawn(page)
+    assert page.evaluate("document.documentElement.lang") == "en"
+    assert "Colours" in page.inner_text("body")
+    assert page.evaluate("Object.keys(TEXTS.en).join() === Object.keys(TEXTS.ja).join()")
 
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_screenshot(chromium, saved, width, dark, tmp_path):
+def test_screenshot(opened, saved, width, dark, tmp_path):
     """The page fits into the window, in both languages, with and without a chosen span."""
     for language in ("en", "ja"):
-        page = chromium.open(saved / "timeline.html", width, 844, language, dark)
+        page = opened(saved / "timeline.html", width, 844, language, dark)
         for action in ("0", "select(spans[3])"):
-            page.run(action)
-            page.drawn()
-            assert page.run("document.documentElement.scrollWidth") == width
-            assert page.run("[...document.querySelectorAll('button')].every("
-                            "button => button.scrollWidth <= button.clientWidth)")
-            picture = tmp_path / f"{language}.png"
-            page.screenshot(picture)
-            assert struct.unpack(">I", picture.read_bytes()[16:20])[0] == width
-        background = page.run("getComputedStyle(document.body).backgroundColor")
+            page.evaluate(action)
+            drawn(page)
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+            assert page.evaluate("[...document.querySelectorAll('button')].every("
+                                 "button => button.scrollWidth <= button.clientWidth)")
+            picture = page.screenshot(path=tmp_path / f"{language}.png", full_page=True)
+            assert struct.unpack(">I", picture[16:20])[0] == width
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(255, 255, 255)") != dark
-        assert page.complaints() == []
+        assert complaints(page) == []

@@ -1,28 +1,33 @@
 """Counts the bytes that rank 0 sends in each ring of `p2p_collectives/ring_allreduce.py`."""
 
-from unittest import mock
+import argparse
 
 from common import report
 from common.launcher import launch
+from common.recorder import Recorder
 
 from p2p_collectives import ring_allreduce as lesson
-from p2p_collectives.messages import recorded
+from p2p_collectives.messages import record_messages
 
 
-def run_worker(rank, world_size, args):
-    """The lesson's, with its messages counted; rank 0 returns `sent`, bytes of one all-reduce."""
-    sent, honest = {}, lesson.algorithms
+def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
+    """Run the lesson's; rank 0 returns `sent`, by ring: the bytes of one all-reduce."""
+    sent = {}
+    with Recorder() as recorder:
+        messages = record_messages(recorder)
 
-    def counted(name, all_reduce, messages):
-        def counting(tensor):
-            first = len(messages.sent)
-            all_reduce(tensor)
-            sent[name] = sum(n_bytes for _, n_bytes in messages.sent[first:])
+        @recorder.around(lesson, "algorithms")
+        def algorithms(original, dtype):
+            return {name: counted(name, ring) for name, ring in original(dtype).items()}
 
-        return counting
+        def counted(name, all_reduce):
+            def counting(tensor):
+                first = len(messages.sent)
+                all_reduce(tensor)
+                sent[name] = sum(n_bytes for _, n_bytes in messages.sent[first:])
 
-    with recorded() as messages, mock.patch.object(lesson, "algorithms", lambda dtype: {
-            name: counted(name, ring, messages) for name, ring in honest(dtype).items()}):
+            return counting
+
         metrics = lesson.run_worker(rank, world_size, args)
     return metrics and {"sent": sent}
 

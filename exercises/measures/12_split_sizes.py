@@ -1,13 +1,15 @@
 """Counts the images that the first half of `single_machine.py`'s pipeline gets in each piece."""
 
+import argparse
+
 import torch
 from common import report
 
 from model_parallel_resnet import single_machine as lesson
 
 
-def pieces(args):
-    """For each split size, the images in each of its micro-batches."""
+def pieces(args: argparse.Namespace) -> dict[int, list[int]]:
+    """Return for each split size the images in each of its micro-batches."""
     resnet, inputs, _ = lesson.resnet50_and_batch(args)
     pipeline, seen = lesson.PipelineParallelResNet50(resnet, args.devices), []
     pipeline.seq1.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))

@@ -4,40 +4,35 @@ The training is that of `param_server/async_server.py`, with --lock that of `par
 On the server, torch's hooks see every step.
 """
 
+import argparse
 import statistics
 
 from common import report
 from common.launcher import launch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from common.recorder import Recorder, current_context
 
 from param_server import async_server
 from param_server import main as lesson
-from param_server.recording import current_context
 
 
-def run_worker(rank, world_size, args):
-    """The lesson's; rank 0 returns `staleness`, the mean of all updates, and their number."""
-    staleness, read_at, make_server = [], {}, lesson.ParameterServer.__init__
-
-    def init(server, args):
-        make_server(server, args)
-        honest_forward = server.forward
-
-        def forward(*inputs):
+def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
+    """Run the lesson's; rank 0 returns `staleness`, the mean of all updates, and their number."""
+    program = lesson if args.lock else async_server
+    server = lesson.ParameterServer if args.lock else async_server.AsyncParameterServer
+    staleness, read_at = [], {}
+    with Recorder() as recorder:
+        @recorder.around(server, "forward")
+        def forward(original, *inputs):
             if current_context() is not None:  # of a training step, not of the accuracy
                 read_at[current_context()] = len(staleness)
-            return honest_forward(*inputs)
+            return original(*inputs)
 
-        server.forward = forward
+        def before_step(_):
+            staleness.append(len(staleness) - read_at.pop(current_context()))
 
-    def before_step(*_):
-        staleness.append(len(staleness) - read_at.pop(current_context()))
-
-    if rank == 0:
-        lesson.ParameterServer.__init__ = init
-        register_optimizer_step_pre_hook(before_step)
-    program = lesson if args.lock else async_server
-    program.run_worker(rank, world_size, args)
+        if rank == 0:
+            recorder.on_step(before=before_step)
+        program.run_worker(rank, world_size, args)
     if rank != 0:
         return None
     return {"staleness": statistics.fmean(staleness), "updates": len(staleness)}

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 
-def ring_chunked(tensor):
+def ring_chunked(tensor: torch.Tensor) -> None:
     """全ランクのテンソルの和を、右隣への送信と左隣からの受信だけで求め、`tensor`を書き換えます。
 
     tensor: このランクのテンソル（連続したメモリー上にあり、形は任意）。全ランクで形が同じです。

@@ -3,7 +3,8 @@
 import torch
 
 
-def train(ddp_model, rank, device, args):
+def train(ddp_model: DDP, rank: int, device: torch.device,
+          args: argparse.Namespace) -> list[float]:
     """DDPで包まれたモデルを訓練します。どこかに誤りがあります。
 
     ddp_model: DDPで包まれたモデル。

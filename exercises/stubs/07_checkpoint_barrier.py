@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 
-def demo_checkpoint(rank, world_size, args):
+def demo_checkpoint(rank: int, world_size: int, args: argparse.Namespace) -> list[float]:
     """ランク0が保存し、全ランクが読み込み、読み込んだモデルを訓練します。どこかに誤りがあります。
 
     戻り値: このランクの損失のリスト（各ステップの前と、最後）。

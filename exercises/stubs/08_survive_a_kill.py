@@ -4,7 +4,8 @@ import torch
 from torch.utils.data import DistributedSampler
 
 
-def batches_of(rank, world_size, train_set, epoch, args):
+def batches_of(rank: int, world_size: int, train_set: TensorDataset, epoch: int,
+               args: argparse.Namespace) -> tuple[torch.Tensor, ...]:
     """このエポックで、このランクが使うバッチを、サンプルの位置のテンソルとして返します。
 
     rank, world_size: このランクの番号と、ランクの数。

@@ -7,7 +7,7 @@ from torch import nn
 
 
 def time_training(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
-                  args) -> tuple[float, list[float]]:
+                  args: argparse.Namespace) -> tuple[float, list[float]]:
     """訓練にかかる時間を測ります。どこかに誤りがあります。
 
     model: 訓練するモデル。

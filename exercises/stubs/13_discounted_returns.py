@@ -1,7 +1,7 @@
 """13 割引収益 / Discounted returns (6_5, rpc_rl/main.py)."""
 
 
-def returns(self, rewards, terminated):
+def returns(self, rewards: list[float], terminated: bool) -> list[float]:
     """1人のオブザーバーの1エピソードについて、各ステップの割引収益（return）を求めます。
 
     self: `Agent`。`self.args.gamma`は割引率、`self.args.truncation`は時間切れの扱い

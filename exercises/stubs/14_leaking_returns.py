@@ -3,7 +3,7 @@
 import torch
 
 
-def finish_episode(self):
+def finish_episode(self) -> float:
     """記録したエピソードで訓練します（REINFORCE）。どこかに誤りがあります。
 
     self: `Agent`。`self.rewards`と`self.terminated`は、オブザーバーのidをキーとする辞書で、それぞれ

@@ -7,7 +7,7 @@ from torch.distributed import rpc
 from torch.distributed.rpc import RRef, remote
 
 
-def __init__(self, world_size, args):
+def __init__(self, world_size: int, args: argparse.Namespace) -> None:
     """エージェントを作ります。どこかに誤りがあります。
 
     self: `Agent`。ランク0で動きます。オブザーバーはランク1から`world_size - 1`までです。

@@ -4,7 +4,8 @@ import torch.distributed.autograd as dist_autograd
 from torch import nn
 
 
-def run_trainer(rank: int, world_size: int, args: Namespace, model_class: type = RNNModel,
+def run_trainer(rank: int, world_size: int, args: Namespace,
+                model_class: type[RNNModel] = RNNModel,
                 get_next_batch: Callable = get_next_batch):
     """言語モデルを訓練します。どこかに誤りがあります。
 
@@ -38,7 +39,8 @@ def run_trainer(rank: int, world_size: int, args: Namespace, model_class: type =
     epochs, initial_val_loss = (
         saving.restore(model, opt, rank, args) if args.resume
         else ([], results.evaluate(model, criterion, val_table, args.bptt)))
-    history = results.History(args, train_table, epochs, initial_val_loss, show=rank == 1)
+    history = results.History(args, train_table, epochs, initial_val_loss,
+                              role_name(rank, world_size), show=rank == 1)
     for epoch in range(len(epochs), args.epochs):
         model.set_mode(training=True, seed=1_000_000 * args.seed + 1000 * epoch + 2 * rank)
         hidden = model.init_hidden(args.batch_size)
@@ -54,6 +56,6 @@ def run_trainer(rank: int, world_size: int, args: Namespace, model_class: type =
             history.add(loss, len(data))
         history.end_epoch(results.evaluate(model, criterion, val_table, args.bptt))
         if rank == 1:
-            results.log_epoch(role_name(rank, world_size), history)
+            history.log_epoch()
             saving.save(model, opt, history, language, args)
     return results.summary(history, model, language, args) if rank == 1 else None

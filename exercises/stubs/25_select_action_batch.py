@@ -6,7 +6,8 @@ from torch.distributed import rpc
 
 @staticmethod
 @rpc.functions.async_execution
-def select_action_batch(agent_rref, ob_id, states):
+def select_action_batch(agent_rref: rpc.RRef, ob_id: int,
+                        states: list[list[float]]) -> torch.futures.Future:
     """オブザーバーからRPCで呼ばれ、futureを返します。全員の状態がそろったら、1回の順伝搬で答えます。
 
     agent_rref: エージェントへのRRef。この関数はエージェントのプロセスで、複数のスレッドから同時に
