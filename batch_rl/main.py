@@ -17,7 +17,7 @@ for the last one: that runs the policy once, for all, and completes the future o
     torchrun --nproc_per_node 6 batch_rl/main.py       one agent, five observers
     python batch_rl/main.py --world_size 3 --rank 1 --master_addr HOST    one rank per terminal
 
-The last line names how many times as many environment steps per second batches make. Variants:
+It ends with how many times as many environment steps per second batches make. Variants:
 
     fast.py               the same without an RRef in each request
     vector.py             one vector environment for all that an observer has, bytes in the messages

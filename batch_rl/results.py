@@ -1,4 +1,4 @@
-"""What a run leaves: the history of a training, the table, the pictures, the last line."""
+"""What a run leaves: the history of a training, the table, the pictures, the line of numbers."""
 
 import argparse
 import math
@@ -123,7 +123,7 @@ def require_room(args: argparse.Namespace) -> None:
 
 
 def finish(runs: dict[int, dict], args: argparse.Namespace) -> dict:
-    """Write metrics.json, draw, print the table and the last line; return the metrics.
+    """Write metrics.json, draw, print the table and the line of numbers; return the metrics.
 
     Args:
         runs: `{observers: what the run with so many returned}`.
@@ -143,7 +143,7 @@ def finish(runs: dict[int, dict], args: argparse.Namespace) -> dict:
 
 
 def finish_training(metrics: dict, args: argparse.Namespace) -> dict:
-    """Write metrics.json, draw, print the last line of until_solved.py; return the metrics."""
+    """Write metrics.json, draw, print the numbers of until_solved.py; return the metrics."""
     metrics = report.save_metrics(args, {**flags_of(args), **metrics}, backend="tensorpipe")
     plot_training(metrics, args)
     solved = "solved" if metrics["solved"] else "not solved"

@@ -22,7 +22,7 @@ checkpoint and goes on from there.
     python ddp_basic/elastic.py --checkpoint run.pt    after a death, give the same command again
     python ddp_basic/elastic.py --check                each step, and an interruption, are exact?
 
-Last line, about:
+It ends with, about:
     10 epochs on 2 ranks: test accuracy 96.9%, loss 0.020, attempt 1
 """
 
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> dict | None:
 
 
 def finish(metrics: dict, args: argparse.Namespace) -> dict:
-    """Write metrics.json and print the last line; return the whole metrics."""
+    """Write metrics.json and print the line of numbers; return the whole metrics."""
     metrics = report.save_metrics(args, metrics, metrics["backend"])
     print(f"{len(metrics['history'])} epochs on {args.world_size} ranks: "
           f"test accuracy {metrics['test_accuracy']:.1%}, loss {metrics['loss']:.3f}, "

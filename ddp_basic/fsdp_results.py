@@ -1,4 +1,4 @@
-"""What `fsdp.py` shows: a table, sharding.png, metrics.json, the last line."""
+"""What `fsdp.py` shows: a table, sharding.png, metrics.json, the line of numbers."""
 
 import argparse
 import statistics
@@ -55,7 +55,7 @@ def metrics_of(measured: dict[str, list[dict]], backend: str, args: argparse.Nam
 
 
 def finish(metrics: dict, args: argparse.Namespace) -> dict:
-    """Write metrics.json, draw, print the table and the last line; return the whole metrics."""
+    """Write metrics.json, draw, print the table and the numbers; return the whole metrics."""
     device = "cpu" if metrics["backend"] == "gloo" else None
     metrics = report.save_metrics(args, metrics, metrics["backend"], device)
     plot([metrics], args)

@@ -1,4 +1,4 @@
-"""What `main.py` shows: a table for each demo, skew.png, metrics.json, the last line."""
+"""What `main.py` shows: a table for each demo, skew.png, metrics.json, the line of numbers."""
 
 import argparse
 import statistics
@@ -87,7 +87,7 @@ def _log(text: str) -> None:
 
 
 def finish(metrics: dict, args: argparse.Namespace) -> dict:
-    """Write metrics.json, draw skew.png, print the last line; return the whole metrics."""
+    """Write metrics.json, draw skew.png, print the line of numbers; return the whole metrics."""
     metrics = report.save_metrics(args, metrics, metrics["backend"])
     if "skew" in metrics:
         plot_skew(metrics, args)

@@ -1,4 +1,4 @@
-"""What a run reports: metrics, the picture, the last line."""
+"""What a run reports: metrics, the picture, the line of numbers."""
 
 import time
 from argparse import Namespace
@@ -142,7 +142,7 @@ def over_trainers(trainers: list[dict]) -> dict:
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Write metrics.json, draw `loss.png`, print the last line; return the whole metrics."""
+    """Write metrics.json, draw `loss.png`, print the line of numbers; return the whole metrics."""
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot([metrics], args)
     first, last = metrics["epochs"][0], metrics["epochs"][-1]

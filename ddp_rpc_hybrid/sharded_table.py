@@ -22,7 +22,7 @@ gradients of a step are added up and applied together, to the weights that all h
     python ddp_rpc_hybrid/sharded_table.py --check            the same numbers as one process?
     torchrun --nproc_per_node 2 ddp_rpc_hybrid/sharded_table.py
 
-Last line, about:
+It ends with, about:
     2 trainers, all_to_all: loss 2.50 -> 0.60, accuracy 15% -> 82% (chance 12%) | 206 steps/s ...
 """
 

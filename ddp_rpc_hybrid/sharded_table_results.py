@@ -1,4 +1,4 @@
-"""What a run of `sharded_table.py` reports: metrics, the picture, the last line."""
+"""What a run of `sharded_table.py` reports: metrics, the picture, the line of numbers."""
 
 from argparse import Namespace
 
@@ -66,7 +66,7 @@ def over_trainers(trainers: list[dict]) -> dict:
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Write metrics.json, draw `loss.png`, print the last line; return the whole metrics."""
+    """Write metrics.json, draw `loss.png`, print the line of numbers; return the whole metrics."""
     device = "cpu" if metrics["backend"] == "gloo" else None
     metrics = report.save_metrics(args, {**metrics, "exchange": args.exchange},
                                   metrics["backend"], device)

@@ -255,14 +255,14 @@ def made_up(metrics: dict, args: argparse.Namespace, workers: Sequence[str]) -> 
 
 def hold_table(found: Comparison, times: str, metrics: dict, args: argparse.Namespace, name: str,
                workers: Sequence[str]) -> None:
-    """Hold the rows, the printed table and the last line.
+    """Hold the rows, the printed table and the line of numbers.
 
     Args:
         found: the `Comparison`.
         times: "measured" or "made-up".
         metrics: of the lesson, or of `made_up`.
         args: the parsed flags.
-        name: of the pipeline, for the last line.
+        name: of the pipeline, for the line of numbers.
         workers: the roles that compute.
     """
     expected = expected_rows(metrics, args, workers)

@@ -20,7 +20,7 @@ Distributed autograd brings the gradients back the same way.
     python model_parallel_resnet/main.py --rank 1 \
         --master_addr HOST --master_port 29500                   manual launch
 
-Last line, about:
+It ends with, about:
     resnet50, RPC pipeline: loss 0.3693 -> 0.0221 |
     best with num_split 4: 2.03 s a batch, 2.01 times as fast as with 1 (ideal 1.60), ...
 

@@ -89,7 +89,7 @@ def finish(metrics: dict, args: argparse.Namespace, name: str = "RPC pipeline",
             `args.num_splits`, the beginning and end of its timed batches) and `spans` (of all
             processes); times in seconds.
         args: the parsed flags.
-        name: of the pipeline, for the last line and the pictures.
+        name: of the pipeline, for the line of numbers and the pictures.
         workers: the roles that compute.
         backend: what carries the tensors.
 

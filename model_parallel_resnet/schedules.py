@@ -23,7 +23,7 @@ the first two.
     torchrun --nproc_per_node 2 model_parallel_resnet/schedules.py   rank 1 has the loss, and prints
                                                   (with zero_bubble_v: rank 0)
 
-Last line, about:
+It ends with, about:
     resnet50, gpipe: loss 0.3568 -> 0.0521 |
     best with num_split 4: 2.20 s a batch, 1.43 times as fast as with 1 (ideal 1.60), ...
 """

@@ -22,7 +22,7 @@ a run shows what the splitting costs, not what it wins, and its first line state
         --num_repeat 10 --num_batches 3                                     the tutorial's sizes
     python model_parallel_resnet/single_machine.py --check                  as an unsplit ResNet50?
 
-Last line, about:
+It ends with, about:
     ResNet50 on one device (cpu): model parallel takes -4% time (tutorial +7%), pipelined -23% ...
 """
 

@@ -14,7 +14,7 @@ store.
     python p2p_collectives/init_methods.py --method tcp --world_size 2 --rank 1 --master_addr HOST
     torchrun --nproc_per_node 3 p2p_collectives/init_methods.py --method env
 
-Last line:
+It ends with:
     env, tcp, file: 3 ranks found each other 3 times, and their sum is 6 each time
 """
 
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> dict | None:
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Write metrics.json, print what each process had to know, and the last line.
+    """Write metrics.json, print what each process had to know, and the line of numbers.
 
     Returns:
         The whole metrics.

@@ -16,7 +16,7 @@ and what it should hold.
     python p2p_collectives/main.py --check                    the same as in a single process?
     torchrun --nproc_per_node 4 p2p_collectives/main.py       under torchrun
 
-Last line:
+It ends with:
     19 operations on 4 ranks over gloo: every rank holds what it should
 """
 

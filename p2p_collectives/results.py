@@ -1,4 +1,4 @@
-"""What `main.py` shows: a table for each operation, metrics.json, the last line."""
+"""What `main.py` shows: a table for each operation, metrics.json, the line of numbers."""
 
 from argparse import Namespace
 
@@ -18,7 +18,7 @@ SPANS = {
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Write metrics.json, print the tables and the last line; return the whole metrics.
+    """Write metrics.json, print the tables and the line of numbers; return the whole metrics.
 
     Raises:
         SystemExit: 1 if a rank holds what it should not.

@@ -20,7 +20,7 @@ keeps up with `dist.all_reduce`:
     python p2p_collectives/ring_allreduce.py --check             the same sums as a single process?
     torchrun --nproc_per_node 4 p2p_collectives/ring_allreduce.py
 
-Last line, about:
+It ends with, about:
     64 MiB on 4 ranks: RingAllReduce takes 142 ms, 1.05 times as fast as all_reduce, 4.6 times as
     fast as ring_naive
 """

@@ -115,7 +115,7 @@ def size_text(n_bytes: int) -> str:
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Fit the model, draw, write metrics.json, print the tables and the last line.
+    """Fit the model, draw, write metrics.json, print the tables and the line of numbers.
 
     Returns:
         The whole metrics.

@@ -1,4 +1,4 @@
-"""What `shared_memory.py` makes of its times: the table, the models, the picture, the last line."""
+"""What `shared_memory.py` makes of its times: the table, the models, the picture, the numbers."""
 
 import statistics
 from argparse import Namespace
@@ -105,7 +105,7 @@ def with_models(metrics: dict, args: Namespace) -> dict:
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Fit the models, draw, write metrics.json, print the tables and the last line.
+    """Fit the models, draw, write metrics.json, print the tables and the line of numbers.
 
     Returns:
         The whole metrics.

@@ -16,7 +16,7 @@ step: the models stay bitwise identical.
     python p2p_collectives/train.py --check                    the same as a single process?
     torchrun --nproc_per_node 2 p2p_collectives/train.py       under torchrun
 
-Last line, about:
+It ends with, about:
     digits: test accuracy 96.7% after 10 epochs on 2 ranks: 5417 samples/s, ...
 
 train_flat.py does the same with one all_reduce a step, train_ddp.py with DistributedDataParallel.

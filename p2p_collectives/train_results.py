@@ -1,4 +1,4 @@
-"""What `train.py` and its variants show: the accuracy, a line for each epoch, the last line."""
+"""What `train.py` and its variants show: the accuracy, a line for each epoch, the numbers."""
 
 import time
 from argparse import Namespace
@@ -77,7 +77,7 @@ def log_epoch(epochs: list[dict]) -> None:
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Write metrics.json and print the last line; return the whole metrics."""
+    """Write metrics.json and print the line of numbers; return the whole metrics."""
     samples, train_s = metrics.pop("samples"), metrics.pop("train_s")
     metrics["samples_per_s"] = samples / train_s if samples else None
     metrics = report.save_metrics(args, metrics, metrics["backend"])

@@ -16,7 +16,7 @@ meanwhile, by about N-1 steps of N equally fast trainers. The server counts it:
     python param_server/async_server.py --world_size 5         four trainers
     python param_server/async_server.py --check                every number, against one process
 
-Last line, about:
+It ends with, about:
     digits: test accuracy 96.9% after 920 updates by 2 trainers (async): 884 samples/s
 """
 

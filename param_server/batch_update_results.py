@@ -1,4 +1,4 @@
-"""What the batched updates report: the metrics, the pictures, the last line."""
+"""What the batched updates report: the metrics, the pictures, the line of numbers."""
 
 import statistics
 import sys
@@ -69,7 +69,7 @@ def summary(measured: dict, args: Namespace) -> dict:
 
 
 def finish(measured: dict, args: Namespace) -> dict:
-    """Write metrics.json, draw, print the last line; return the whole metrics."""
+    """Write metrics.json, draw, print the line of numbers; return the whole metrics."""
     metrics = {**summary(measured, args), "wall_s": measured["wall_s"]}
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot([metrics], args)

@@ -18,7 +18,7 @@ One trainer at a time has the server, from its forward to its step.
     python param_server/main.py --world_size 3 --rank 1 \
         --master_addr HOST --master_port 29500                 manual launch, as in the tutorial
 
-Last line, about:
+It ends with, about:
     digits: test accuracy 96.4% after 920 updates by 2 trainers (lock): 718 samples/s
 
 async_server.py serves all trainers at the same time; bounded_server.py does, too, but applies no

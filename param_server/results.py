@@ -1,4 +1,4 @@
-"""What the parameter servers of 6_6 report: the metrics, the pictures, the last line."""
+"""What the parameter servers of 6_6 report: the metrics, the pictures, the line of numbers."""
 
 import collections
 from argparse import Namespace
@@ -86,7 +86,7 @@ def histogram(counts: collections.Counter) -> dict:
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Write metrics.json, draw, print the last line; return the whole metrics."""
+    """Write metrics.json, draw, print the line of numbers; return the whole metrics."""
     metrics = {**summary(metrics, args), "wall_s": metrics["wall_s"]}
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot(metrics, args)

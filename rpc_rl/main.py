@@ -21,7 +21,7 @@ trains on what it has recorded.
     python rpc_rl/main.py --world_size 3 --rank 1 \
         --master_addr HOST --master_port 29500                 one rank per terminal or machine
 
-Last line, about: which observer asks first is chance, and so is what it draws.
+It ends with, about (which observer asks first is chance, and so is what it draws):
     CartPole-v1 solved in 180 episodes: running reward 476.0 (threshold 475), 91664 environment ...
 
 `rpc_rl/fast.py` trains the same with half the messages, and can be continued from a checkpoint.

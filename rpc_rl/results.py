@@ -1,4 +1,4 @@
-"""What a training leaves: its history, metrics.json, the picture, the last line."""
+"""What a training leaves: its history, metrics.json, the picture, the line of numbers."""
 
 import argparse
 import time
@@ -92,7 +92,7 @@ def refuse_what_cannot_end(args: argparse.Namespace) -> None:
 
 
 def finish(metrics: dict, args: argparse.Namespace) -> dict:
-    """Draw the picture, write metrics.json, print the last line; return the whole metrics."""
+    """Draw the picture, write metrics.json, print the line of numbers; return the whole metrics."""
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot(metrics, args)
     solved = "solved" if metrics["solved"] else "not solved"

@@ -19,7 +19,7 @@ backward and optimizer step each cross the wire, and read like those of a local 
     python rpc_rnn/main.py --check                    the same numbers as one process?
     torchrun --nproc_per_node 2 rpc_rnn/main.py       under torchrun
 
-Last line: loss 2.30 -> 1.20 (the source's entropy is 1.18) | validation perplexity 3.33 | ...
+It ends with: loss 2.30 -> 1.20 (the source's entropy is 1.18) | validation perplexity 3.33 | ...
 
 prefetch.py does the same with 5 round trips a step instead of 7; several_trainers.py has one set of
 tables for two trainers or more.

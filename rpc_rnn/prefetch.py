@@ -18,7 +18,7 @@ but the next tokens. So one RPC brings these, too, and does all of it:
     python rpc_rnn/prefetch.py                5 round trips a step instead of 7
     python rpc_rnn/prefetch.py --check        the same numbers as one process?
 
-Last line: loss 2.30 -> 1.20 (...) | validation perplexity 3.33 | ..., 5 RPC round trips a step
+It ends with: loss 2.30 -> 1.20 (...) | validation perplexity 3.33 | ..., 5 RPC round trips a step
 
 It makes 1.13 times the steps/s of main.py with the same optimizers, 1.03 times those with the
 optimizers that `DistributedOptimizer` compiles (`python -m benchmarks.rpc_rnn`), and 1.20 times

@@ -1,4 +1,4 @@
-"""What a run leaves: metrics, a text of the model, the picture, the last line."""
+"""What a run leaves: metrics, a text of the model, the picture, the line of numbers."""
 
 import math
 import time
@@ -177,7 +177,7 @@ def summary(history: History, model: nn.Module, language: Language, args: Namesp
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Write metrics.json, draw `loss.png`, print the last line; return the whole metrics."""
+    """Write metrics.json, draw `loss.png`, print the line of numbers; return the whole metrics."""
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot([metrics], args)
     if "sample" in metrics:

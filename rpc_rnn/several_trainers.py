@@ -16,7 +16,7 @@ The shorter way, where everyone steps at will, ends in "modified by an inplace o
     python rpc_rnn/several_trainers.py --check                 the same numbers as one process?
     torchrun --nproc_per_node 3 rpc_rnn/several_trainers.py    under torchrun
 
-Last line: loss 2.30 -> ... | validation perplexity ... | ..., 9 RPC round trips a step
+It ends with: loss 2.30 -> ... | validation perplexity ... | ..., 9 RPC round trips a step
 
 A step reads the columns of all trainers. On 2 cores, where trainers wait for each other and for the
 server, this wins nothing: one trainer makes 112 steps/s, two make 105 together (docs/beyond.md,
