@@ -184,7 +184,7 @@ def train(place: Path, program: Program, way: str = "local", seed: int = 0, path
 
 
 @functools.cache
-def undisturbed(program: Program, seed: int = 0) -> tuple[Ended, dict]:
+def undisturbed(program: Program, seed: int) -> tuple[Ended, dict]:
     """Train once without an interruption; return how it has ended, and what it has left."""
     with tempfile.TemporaryDirectory() as place:
         ended = train(Path(place), program, seed=seed)
@@ -265,7 +265,7 @@ def kill(place: Path, program: Program, whom: str, way: str, rng: random.Random)
     Raises:
         LostError: another end than docs/faults.md promises, or another training in the end.
     """
-    rank, times = rng.randrange(len(program.roles)), undisturbed(program)[0].times
+    rank, times = rng.randrange(len(program.roles)), undisturbed(program, 0)[0].times
     after = rng.randrange(len(times))
     delay_s = rng.uniform(0, times[after] - [0.0, *times][after])
 
@@ -306,7 +306,7 @@ def cannot_save(place: Path, program: Program, what: str, resume: bool = True) -
         what: of `REASONS`; the disk becomes read-only when the ranks are there.
         resume: whether to go on when the disk can be written again.
     """
-    first, saved = undisturbed(program)[0].first, place / SAVED
+    first, saved = undisturbed(program, 0)[0].first, place / SAVED
     large = f"size={len(first) * 10}"
     size = f"size={len(first) * 3 // 2}" if what == FULL_DISK else large
     line = (f"error: rank {program.writer} ({program.roles[program.writer]}) could not write "

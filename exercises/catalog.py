@@ -3,6 +3,7 @@
     kind, chapter, cell, minutes    write, mend or measure; the notebook's cell; how long it takes
     target                          the lesson's function: "rpc_rl/main.py::Agent.finish_episode"
     program, flags                  whose `--check` judges it, and with what flags
+    loop_s                          seconds that the function may compute, if it is not a short one
     after                           the command of the real run
     [ja], [en]                      title, task, symptom, hints, why, look, question, answer
     [shipped]                       what is found of the stub: a message, or the kind of a verdict

@@ -70,7 +70,7 @@ def merged(lesson: list[Line], learners: list[Line], qualified: str) -> list[Lin
     """Return a lesson's lines with the learner's function in place of its own.
 
     What else is in the learner's file, imports and helpers, comes before the function, or before
-    the class of a method.
+    the class of a method. A method is indented, with the lines of strings in it.
 
     Args:
         lesson: the lines of the file that has the function.

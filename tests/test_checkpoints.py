@@ -25,6 +25,12 @@ def test_killed_at_a_random_moment(program, tmp_path):
     assert outcome != soak.LATE
 
 
+def test_killed_while_it_writes_under_torchrun(tmp_path):
+    """What it was writing is removed: by the process beside it, for torchrun does not know of it."""
+    elastic = next(program for program in soak.PROGRAMS if program.lesson == "ddp_basic.elastic")
+    soak.kill(tmp_path, elastic, soak.WRITER, "torchrun", random.Random(0))
+
+
 @pytest.mark.parametrize("what", soak.REASONS)
 @pytest.mark.parametrize("program", soak.PROGRAMS, ids=lambda program: program.lesson)
 def test_cannot_be_saved(program, what, tmp_path):

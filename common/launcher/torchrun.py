@@ -220,3 +220,4 @@ def watch_over(parent: Parent, args: Namespace, names: list[str], neighbours: ra
             time.sleep(BEAT_S / 10)
         if os.getppid() == parent.pid:  # frozen; torchrun would wait for half a minute
             os.kill(parent.pid, signal.SIGKILL)
+        worker.remove_leftovers([parent.pid], args)

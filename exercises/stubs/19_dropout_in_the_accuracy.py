@@ -1,7 +1,7 @@
 """19 ドロップアウトが入った正解率 / Dropout in the accuracy (6_6, param_server/main.py)."""
 
 
-def train(self, mode=True):
+def train(self, mode: bool = True) -> Self:
     """訓練モード（ドロップアウトあり）と評価モードを切り替えます。どこかに誤りがあります。
 
     self: `TrainerNet`。トレーナーのプロセスにあり、ネットワーク本体は持ちません。

@@ -2,12 +2,13 @@
 
 import time
 
+import torch
 from torch.distributed import rpc
 from torch.futures import Future
 
 
 @rpc.functions.async_execution
-def update_and_fetch_model(self, rank, grads):
+def update_and_fetch_model(self, rank: int, grads: list[torch.Tensor]) -> Future:
     """トレーナーの勾配を足し、全員の勾配がそろったら更新します。どこかに誤りがあります。
 
     RPCによって、サーバーの複数のスレッドから同時に呼ばれます。

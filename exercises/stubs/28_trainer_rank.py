@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed import rpc
 
 
-def run_worker(rank, world_size, args):
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """マスターがトレーナーに訓練を始めさせ、結果を集めます。どこかに誤りがあります。
 
     rank, world_size: このプロセスのランクと、プロセスの数。ランク0からの`world_size - 2`個が

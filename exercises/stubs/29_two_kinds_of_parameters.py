@@ -4,7 +4,7 @@ import torch
 from torch.distributed import rpc
 
 
-def forward(self, indices, offsets):
+def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """サーバーの埋め込み表を引き、手元の全結合層でスコアを計算します。
 
     self: `HybridModel`。`self.emb_rref`は、サーバーの`nn.EmbeddingBag`へのRRefです。`self.fc`は
