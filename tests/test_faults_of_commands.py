@@ -324,7 +324,8 @@ def test_odd_temporary_folders(tmp_path):
             _, err = run.communicate(timeout=40)
             assert (run.returncode, err) == (0, ""), folder
             nothing_left(run, tmp_path)
-            assert list(folder.iterdir()) == []
+            # But for torch's own cache, made where this process has not said where it is.
+            assert [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")] == []
         assert {path.name for path in tmp_path.iterdir()} == {"out", "tmp", *map(os.fsdecode, ODD.values())}
 
 
