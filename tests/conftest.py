@@ -18,7 +18,8 @@ torch.set_num_threads(1)
 # Where a script has started pytest in the background, Ctrl-C would be ignored here and by all that is started.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Each worker takes a file at a time; the long ones must not come last.
+# Each worker takes a file at a time, of these two a function; the long ones must not come last.
+SPLIT = ("test_faults.py", "test_faults_of_commands.py")
 LONG = ("test_faults.py", "test_faults_of_commands.py", "test_machines.py", "test_notebooks.py", "test_param_server.py",
         "test_mutants.py", "test_batch_rl.py", "test_p2p_collectives.py")
 
@@ -29,9 +30,11 @@ QUICK_ORACLES = ("test_rpc_rl.py", "test_ddp_rpc_hybrid.py", "test_rpc_rnn.py",
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the longest files; mark what `make quick` runs: all refusals, some oracles, the pages."""
+    """Begin with the longest files; group the tests; mark what `make quick` runs: refusals, oracles, pages."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     for item in items:
+        name = item.path.name
+        item.add_marker(pytest.mark.xdist_group(f"{name}::{item.originalname}" if name in SPLIT else name))
         oracle = item.name == "test_check_passes" and item.path.name in QUICK_ORACLES
         if QUICK.match(item.name) or oracle or item.path.name in ("test_docs.py", "test_oracle.py"):
             item.add_marker("quick")
