@@ -65,7 +65,8 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         """Beat until the end."""
         while True:
-            self.write(at=position(), moved=[self.calls, *movement()])
+            at = position() or self.status.get("at")  # the last one, while it ends
+            self.write(at=at, moved=[self.calls, *movement()])
             if self.unwatched(BEAT_S):
                 self.write(failure=watch.Failure(self.rank, "ended: its launcher is gone"))
                 remove_leftovers([os.getpid()], self.args)
