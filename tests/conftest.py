@@ -18,8 +18,8 @@ torch.set_num_threads(1)
 # Where a script has started pytest in the background, Ctrl-C would be ignored here and by all that is started.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Each worker takes a file at a time, of these two a function; the long ones must not come last.
-SPLIT = ("test_faults.py", "test_faults_of_commands.py")
+# Each worker takes a file at a time; the long ones must not come last. What starts with `spawn` is apart: patient rows,
+# and half of the time of their file. More rows of faults at a time would let healthy ranks be late.
 LONG = ("test_faults.py", "test_faults_of_commands.py", "test_machines.py", "test_notebooks.py", "test_param_server.py",
         "test_mutants.py", "test_batch_rl.py", "test_p2p_collectives.py")
 
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     for item in items:
         name = item.path.name
-        item.add_marker(pytest.mark.xdist_group(f"{name}::{item.originalname}" if name in SPLIT else name))
+        item.add_marker(pytest.mark.xdist_group(name + " spawn" * item.name.startswith("test_spawn")))
         oracle = item.name == "test_check_passes" and item.path.name in QUICK_ORACLES
         if QUICK.match(item.name) or oracle or item.path.name in ("test_docs.py", "test_oracle.py"):
             item.add_marker("quick")
