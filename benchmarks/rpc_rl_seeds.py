@@ -1,6 +1,6 @@
 """How many episodes, and how long, until CartPole is solved?
 
-`rpc_rl/fast.py` as a user starts it, once per seed: its numbers are the same on every machine.
+`rpc_rl/fast.py` as a user starts it, once per seed: its numbers are the same on one kind of CPU.
 
     python -m benchmarks.rpc_rl_seeds --seeds 0 1 2 3 4
     python -m benchmarks.rpc_rl_seeds --seeds 0 1 2 3 4 --truncation terminal

@@ -18,8 +18,9 @@ MOST_THREADS = 1024  # of one process: more than any machine has cores
 def refuse(sentence: str, rank: int | str | None = 0) -> NoReturn:
     """End with status 2 and one whole sentence: "error: --rank 1 requires --master_addr HOST".
 
-    Under torchrun every rank gets here, or only the one that needs what is wrong: `rank` prints the
-    line, for all. Where machines may differ, it is None, and the first rank of each machine does.
+    Under torchrun every rank gets here, or only the one that needs what is wrong: rank `rank`
+    prints the line, for all. Where machines may differ, it is None, and the first rank of each
+    machine does.
     """
     name, speaker = ("LOCAL_RANK", 0) if rank is None else ("RANK", rank)
     if not dist.is_torchelastic_launched() or os.environ[name] == str(speaker):
