@@ -94,8 +94,9 @@ def test_across_machines(path, way, machines, port, tmp_path):
         runs = [stack.enter_context(running(command, tmp_path))
                 for command in on_machines(machines, path, way, port)]
         ended = [run.communicate(timeout=90) for run in runs]
-        assert [run.returncode for run in runs] == [0] * len(runs), ended
-        assert sum("results: " in out for out, _ in ended) == 1, ended
+        said = "\n".join(out + err for out, err in ended)
+        assert [run.returncode for run in runs] == [0] * len(runs), said
+        assert said.count("results: ") == 1, said
         metrics = [json.loads(written.read_text()) for written in tmp_path.glob("out*/**/metrics.json")]
         assert [of_run["world_size"] for of_run in metrics] == [sum(PROGRAMS[path][0])]
         if way == "manual":

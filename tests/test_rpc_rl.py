@@ -237,7 +237,7 @@ def test_it_learns(trained):
 
 def test_what_a_run_leaves(trained):
     folder, metrics, lines = trained
-    assert lines[0].startswith("[agent] episode 10  last reward ")
+    assert any(line.startswith("[agent] episode 10  last reward ") for line in lines)
     assert lines[-2].startswith(f"CartPole-v1 solved in {metrics['episodes']} episodes: running reward 3")
     ran_on = {"example", "world_size", "device", "backend", "seed", "wall_s", "torch", "python", "cpu_count"}
     assert ran_on < set(metrics)
