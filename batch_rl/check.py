@@ -12,6 +12,7 @@ right rate.
 
 import argparse
 import math
+import statistics
 from types import ModuleType
 
 import gymnasium as gym
@@ -25,8 +26,9 @@ from batch_rl import results
 from batch_rl.play_check import N_STEPS, as_vector, one_by_one
 from batch_rl.recording import TIME_LIMIT, DistinctRewards, record
 
-NUM_EPISODE = 2  # to compare, after a warm-up
-EPISODES, THRESHOLD = 8, 10.0  # to train: at most, and a running reward that they pass earlier
+# At most, whatever the flags are:
+NUM_EPISODE = 3  # to compare, after a warm-up
+EPISODES, THRESHOLD = 8, 10.0  # to train, and a running reward that they pass earlier
 SIGMAS = 6  # two random choices in a billion are further from what is expected
 
 
@@ -53,8 +55,8 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
             env = gym.make("CartPole-v1", max_episode_steps=TIME_LIMIT if rank == 1 else None)
             envs[rank, k] = DistinctRewards(env, rank, k)
     episodes, running_reward = [], 0.0
-    for number in range(2 * (1 + NUM_EPISODE) if args.timed else EPISODES):
-        if not args.timed and (running_reward > THRESHOLD or number == len(run)):
+    for number in range(2 * (1 + args.num_episode) if args.timed else args.max_episodes):
+        if not args.timed and (running_reward > args.reward_threshold or number == len(run)):
             break  # solved; or the run has ended here, whether it should or not
         batch = not args.timed or number % 2 == 0
         seeds = {rank: torch.randint(2**30, (), generator=env_seeds).item() for rank in ranks}
@@ -99,8 +101,10 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | N
         **vars(args), "program": name, "timed": not hasattr(program, "train"),
         # Of vector environments; 0: lists.
         "n_groups": 2 if name.endswith("double_buffering") else int(hasattr(args, "envs")),
-        "num_steps": N_STEPS, "num_episode": NUM_EPISODE,
-        "max_episodes": EPISODES, "reward_threshold": THRESHOLD})
+        "num_steps": min(args.num_steps, N_STEPS),
+        "num_episode": min(getattr(args, "num_episode", 0), NUM_EPISODE),
+        "max_episodes": min(getattr(args, "max_episodes", 0), EPISODES),
+        "reward_threshold": min(getattr(args, "reward_threshold", 0), THRESHOLD)})
     recorded = launch(record, flags, program.role_name)
     if recorded is None:
         return None
@@ -112,8 +116,8 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | N
 def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> None:
     """Hold what `record` returned against one process."""
     episodes = recorded["episodes"]
-    modes = [True, False] * (1 + NUM_EPISODE) if args.timed else [True] * len(episodes)
-    of_batch = max(1, args.n_groups) * N_STEPS
+    modes = [True, False] * (1 + args.num_episode) if args.timed else [True] * len(episodes)
+    of_batch = max(1, args.n_groups) * args.num_steps
     expected = [of_batch * (1 if batch else args.world_size - 1) for batch in modes]
     used = [ep["forwards"] for ep in episodes]
     in_batches = [ep["batch"] for ep in episodes]
@@ -140,10 +144,11 @@ def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> N
                        [ep[what] for ep in alone], tolerance, "float64, sums in another order",
                        "episode")
     if not args.timed:
-        solved = alone[-1]["running_reward"] > THRESHOLD
-        findings.holds("end", solved or len(alone) == EPISODES,
-                       f"after {len(alone)} episodes of at most {EPISODES}, with a running reward "
-                       f"of {alone[-1]['running_reward']:.2f}, solved above {THRESHOLD:g}")
+        solved = alone[-1]["running_reward"] > args.reward_threshold
+        findings.holds("end", solved or len(alone) == args.max_episodes,
+                       f"after {len(alone)} episodes of at most {args.max_episodes}, with a "
+                       f"running reward of {alone[-1]['running_reward']:.2f}, solved above "
+                       f"{args.reward_threshold:g}")
         hold_training(findings, recorded["run"], alone, args, solved)
         return
     if not args.n_groups:
@@ -179,13 +184,13 @@ def hold_times(findings: Comparison, timed: dict[str, list], alone: list[dict],
     played = [sum(map(len, (actions for rank in range(1, args.world_size)
                             for actions in ep[f"observer{rank}"]["actions"]))) for ep in alone]
     expected = {  # episode n, counted from 1, takes n seconds of the clock
-        mode: [(2 * i + first, played[2 * i + first - 1]) for i in range(1, 1 + NUM_EPISODE)]
+        mode: [(2 * i + first, played[2 * i + first - 1]) for i in range(1, 1 + args.num_episode)]
         for mode, first in (("batched", 1), ("single", 2))}
     if findings.equal("times", [timed], [expected], "episode n takes n seconds", "run"):
         return
     observers = args.world_size - 1
     table = results.table_of(args, {observers: timed})
-    middle = {mode: sum(steps / seconds for seconds, steps in of_mode) / NUM_EPISODE
+    middle = {mode: statistics.median(steps / seconds for seconds, steps in of_mode)
               for mode, of_mode in expected.items()}
     middle["speed-up"] = middle["batched"] / middle["single"]
     reported = {row["mode"]: row["env_steps_per_s"] for row in table["rows"]}

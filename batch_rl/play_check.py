@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-N_STEPS = 40  # of an episode
+N_STEPS = 40  # of an episode, at most
 Envs = dict[tuple[int, int], gym.Env]  # by rank and number
 Episode = dict[tuple[int, int], dict[str, list]]
 
@@ -45,7 +45,7 @@ def one_by_one(envs: Envs, layers: tuple[nn.Linear, nn.Linear], args: argparse.N
     ranks, n_envs = range(1, args.world_size), args.envs_per_observer
     episode = new_episode(envs)
     state = {(rank, k): env.reset(seed=seeds[rank] + k)[0] for (rank, k), env in envs.items()}
-    for step in range(N_STEPS):
+    for step in range(args.num_steps):
         x = hidden(torch.tensor([[state[rank, k].tolist() for k in range(n_envs)]
                                  for rank in ranks]))
         if batch:
@@ -76,16 +76,16 @@ def as_vector(envs: Envs, layers: tuple[nn.Linear, nn.Linear], args: argparse.Na
     observers, n_envs = args.world_size - 1, args.envs_per_observer // args.n_groups
     episode = new_episode(envs)
     for group in range(args.n_groups):
-        drawn = rng.bytes(2 * N_STEPS * observers * n_envs * 128)
+        drawn = rng.bytes(2 * args.num_steps * observers * n_envs * 128)
         kept = torch.tensor(np.frombuffer(drawn, np.uint16) < 26214)  # of 65536: 0.4
-        kept = kept.view(N_STEPS, observers, n_envs, 128)
-        uniform = rng.random((N_STEPS, observers, n_envs))
+        kept = kept.view(args.num_steps, observers, n_envs, 128)
+        uniform = rng.random((args.num_steps, observers, n_envs))
         for rank in range(1, args.world_size):
             mine = [(rank, group * n_envs + i) for i in range(n_envs)]
             seed = seeds[rank] + group * n_envs
             resets = np.random.default_rng(seed)  # of the vector CartPole
             state, resting = {}, mine
-            for step in range(-1, N_STEPS):
+            for step in range(-1, args.num_steps):
                 if step >= 0:
                     x = hidden(torch.tensor([state[where].tolist() for where in mine]))
                     x = torch.relu(x * kept[step, rank - 1] / 0.4)
@@ -125,7 +125,7 @@ def take_step(of_env: dict[str, list], env: gym.Env, state: np.ndarray, p: torch
 def end_of_stretch(of_env: dict[str, list], fell: bool, args: argparse.Namespace) -> None:
     """Add the returns of its steps by definition: the discounted sum of all that follows."""
     rewards, of_env["rewards"] = of_env["rewards"], []
-    n, beyond = len(rewards), 0.0 if fell else rewards[-1] / max(1 - args.gamma, 1 / N_STEPS)
+    n, beyond = len(rewards), 0.0 if fell else rewards[-1] / max(1 - args.gamma, 1 / args.num_steps)
     of_env["returns"] += [
         sum(args.gamma**i * r for i, r in enumerate(rewards[t:])) + args.gamma ** (n - t) * beyond
         for t in range(n)]

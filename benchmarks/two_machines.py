@@ -102,6 +102,11 @@ def two_machines(round_trip_s=None, weather=None):
             ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", "eth0")
             for card in ("lo", "eth0"):
                 ip("-n", machine.name, "link", "set", card, "up")
+        for machine in machines:
+            # The kernel takes up to a second. Until then libuv, and so RPC, sees no card.
+            up = ("-n", machine.name, "link", "show", "eth0", "up")
+            while round_trip_s is None and "state UP" not in ip(*up).stdout:
+                time.sleep(0.01)
         if round_trip_s is not None:
             stack.enter_context(long_cable(ends, round_trip_s / 2, weather))  # which writes to both
         yield machines

@@ -23,7 +23,7 @@ from torch import nn
 
 from ddp_basic import fsdp as lesson
 
-EPOCHS, STEPS, NOT_USED = 3, 2, 5  # of each training; of an epoch; samples that fill no batch
+EPOCHS, STEPS, NOT_USED = 4, 2, 5  # of each training; of an epoch; samples that fill no batch
 STOPPED_IN = 2  # the epoch whose checkpoint is not finished
 TOLERANCE = 1e-9
 WHY = "float64 sums in another order"
@@ -195,7 +195,9 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     with tempfile.TemporaryDirectory() as folder:
         args.folder, args.resumed = Path(folder, "checkpoints"), False
         compared = launch(record, args, program.role_name)
-        for ranks in sorted({1, args.world_size // 2} - {0, args.world_size}, reverse=True):
+        half = next((ranks for ranks in range(args.world_size // 2, 1, -1)
+                     if args.global_batch_size % ranks == 0), 1)  # or less: pieces are equal
+        for ranks in sorted({1, half} - {args.world_size}, reverse=True):
             if compared and alone and args.sharding in ("all", "full"):
                 args.world_size, args.sharding, args.resumed = ranks, "full", True
                 args.folder = Path(folder, f"of {ranks}")

@@ -295,10 +295,10 @@ def record_server(recorder: Recorder, args: Namespace) -> None:
                 "weights": named_weights(module), "ended": recording.thread.ended,
                 "begun": recording.begun, "began": recording.thread.began})
 
-    def before_step(_):
+    def step(original, optimizer, *closure):
+        """Look on before the server lets the next one go on: this is what `apply_step` calls."""
         recording.begun += 1
-
-    def after_step(_):
+        original(optimizer, *closure)
         context, server = current_context(), lesson.param_server
         recording.events.append(("step", context))
         gradients = server.get_dist_gradients(context)
@@ -308,7 +308,7 @@ def record_server(recorder: Recorder, args: Namespace) -> None:
 
     recorder.put(checkpoint, "save", save)  # a check writes over no file
     recorder.on_forward(before_forward, after_forward)
-    recorder.on_step(before_step, after_step)
+    recorder.around(lesson.SGD, "step")(step)
 
 
 def record_calls(recorder: Recorder, server: lesson.ParameterServer) -> None:
@@ -454,12 +454,12 @@ def compare_weights_read(findings: Comparison, recording: Recording, alone: dict
     Which step that is, is kept in the forward, as "version"; 0 are the initial weights.
     """
     versions = [alone["initial"], *alone["weights"]]
-    sizes = {name: weight.abs().max() for name, weight in versions[0].items()}
+    sizes = [{name: weight.abs().max() for name, weight in version.items()} for version in versions]
     worst, where, count = 0.0, "", 0
     for number, forward in enumerate(recording.forwards, start=1):
         last = min(forward["begun"], len(versions) - 1)
         possible = range(min(forward["ended"], last), last + 1)
-        off = {version: {name: ((read - versions[version][name]).abs().max() / sizes[name]).item()
+        off = {version: {name: (read - versions[version][name]).abs().max() / sizes[version][name]
                          for name, read in forward["weights"].items()} for version in possible}
         forward["version"] = min(possible, key=lambda version: max(off[version].values()))
         name, largest = max(off[forward["version"]].items(), key=lambda pair: pair[1])

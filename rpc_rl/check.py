@@ -30,6 +30,7 @@ from torch import nn
 from rpc_rl import main as tutorial
 from rpc_rl.fast import FastAgent
 
+# At most, whatever the flags are:
 N_STEPS = 17  # of an episode, that the agent grants
 THRESHOLD = 5.0  # the running reward passes it after seven episodes or so
 MAX_EPISODES = 12
@@ -151,14 +152,15 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
     for rank in ranks:
         env = gym.make("CartPole-v1", max_episode_steps=TIME_LIMIT if rank == 1 else None)
         envs[rank] = DistinctRewards(env, rank)
+    n_steps = args.total_steps_per_episode // len(ranks)
     episodes, running_reward = [], 0.0
-    while running_reward <= THRESHOLD and len(episodes) < MAX_EPISODES:
+    while running_reward <= args.reward_threshold and len(episodes) < args.max_episodes:
         observers, log_probs, returns = [], [], []
         for rank in ranks:
             if args.fast:
-                share_kept = torch.full((N_STEPS, 128), 0.4)
+                share_kept = torch.full((n_steps, 128), 0.4)
                 masks = torch.bernoulli(share_kept, generator=draws[rank]) / 0.4
-                uniforms = torch.rand(N_STEPS, generator=draws[rank])
+                uniforms = torch.rand(n_steps, generator=draws[rank])
             elif len(episodes) < len(run):
                 masks = torch.tensor(run[len(episodes)]["observers"][rank - 1]["masks"])
                 given = run[len(episodes)]["observers"][rank - 1]["actions"]
@@ -166,7 +168,7 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
                 return episodes  # the run has ended too early, which its length shows
             state, _ = envs[rank].reset(seed=torch.randint(2**31, (), generator=draws[rank]).item())
             seen = {"states": [], "actions": [], "rewards": [], "p_right": []}
-            for step in range(N_STEPS):
+            for step in range(n_steps):
                 if not args.fast and step >= len(masks):
                     break
                 x = hidden(torch.tensor(state.tolist()))
@@ -219,8 +221,10 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | N
     """
     flags = argparse.Namespace(**vars(args), program=program.__name__,
                                fast=program.__name__ == FastAgent.__module__)
-    flags.total_steps_per_episode = N_STEPS * (args.world_size - 1)
-    flags.reward_threshold, flags.max_episodes = THRESHOLD, MAX_EPISODES
+    flags.total_steps_per_episode = min(args.total_steps_per_episode,
+                                        N_STEPS * (args.world_size - 1))
+    flags.reward_threshold = min(args.reward_threshold, THRESHOLD)
+    flags.max_episodes = min(args.max_episodes, MAX_EPISODES)
     recorded = launch(record, flags, program.role_name)
     if recorded is None:
         return None
@@ -254,7 +258,7 @@ def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> N
         findings.close(f"{what.replace('_', ' ')}",
                        [episode[what] for episode in run], [episode[what] for episode in alone],
                        tolerance, rounding, unit)
-    expected = summary(alone)
+    expected = summary(alone, args)
     reported = {what: recorded["metrics"][what] for what in expected}
     findings.close("metrics", [reported], [expected], 1e-12,
                    "what metrics.json has", "training")
@@ -262,9 +266,10 @@ def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> N
         hold_randomness(findings, run, alone)
 
 
-def summary(episodes: list[dict]) -> dict:
+def summary(episodes: list[dict], args: argparse.Namespace) -> dict:
     """Return what metrics.json should have of a training that ended as soon as it could."""
-    return {"episodes": len(episodes), "solved": int(episodes[-1]["running_reward"] > THRESHOLD),
+    solved = episodes[-1]["running_reward"] > args.reward_threshold
+    return {"episodes": len(episodes), "solved": int(solved),
             "env_steps": sum(len(ob["rewards"]) for ep in episodes for ob in ep["observers"]),
             "running_reward": episodes[-1]["running_reward"],
             "rewards": [episode["last_reward"] for episode in episodes],

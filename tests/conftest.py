@@ -18,26 +18,27 @@ torch.set_num_threads(1)
 # Where a script has started pytest in the background, Ctrl-C would be ignored here and by all that is started.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Each worker takes a file at a time; the long ones must not come last. What starts with `spawn` is apart: patient rows,
-# and half of the time of their file. More rows of faults at a time would let healthy ranks be late.
-LONG = ("test_faults.py", "test_faults_of_commands.py", "test_machines.py", "test_notebooks.py", "test_param_server.py",
-        "test_mutants.py", "test_batch_rl.py", "test_p2p_collectives.py")
+# A worker takes a whole file, for the sake of its fixtures, the longest ones first; but each row of ROWS by itself, unless
+# it has another group there.
+LONG = ("test_faults.py", "test_faults_of_commands.py", "test_notebooks.py", "test_param_server.py",
+        "test_checkpoints.py", "test_model_parallel_resnet.py", "test_timeline.py", "test_batch_rl.py")
+ROWS = ("test_faults.py", "test_checks.py", "test_machines.py", "test_mutants.py")
 
 QUICK = re.compile(r"test_bad_input|test_flags_exist|test_the_table|test_rpc_is|test_a_|"
                    r"test_the_(oracle|walk|lesson)")
-QUICK_ORACLES = ("test_rpc_rl.py", "test_ddp_rpc_hybrid.py", "test_rpc_rnn.py",
-                 "test_p2p_collectives.py")  # the fast ones
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items):
-    """Begin with the longest files; group the tests; mark what `make quick` runs: refusals, oracles, pages."""
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    """Group the tests, the longest groups first; mark what `make quick` runs: refusals, oracles, pages."""
     for item in items:
-        name = item.path.name
-        item.add_marker(pytest.mark.xdist_group(name + " spawn" * item.name.startswith("test_spawn")))
-        oracle = item.name == "test_check_passes" and item.path.name in QUICK_ORACLES
-        if QUICK.match(item.name) or oracle or item.path.name in ("test_docs.py", "test_oracle.py"):
+        if item.path.name not in ROWS:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+        if QUICK.match(item.name) or item.path.name in ("test_docs.py", "test_oracle.py"):
             item.add_marker("quick")
+    items.sort(key=lambda item: (
+        item.get_closest_marker("xdist_group") is None,
+        LONG.index(item.path.name) if item.path.name in LONG else len(LONG)))
 
 
 @pytest.fixture

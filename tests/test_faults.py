@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import math
 import os
+import pickle
 import re
 import signal
 import sys
@@ -27,6 +28,7 @@ from tests.fault_table import OF_A_RANK, OF_SEVERAL, STANDSTILL
 
 TIMEOUT_S = 4.0
 PATIENT_S = 40.0  # of those who wait for a rank that will raise, or be killed: the machine is busy
+in_turns = pytest.mark.xdist_group("faults in turns")  # beside many others, a healthy rank would be silent, too
 
 
 class Program(NamedTuple):
@@ -110,6 +112,11 @@ PROGRAMS = [
             {"rank1": "tests.sabotage:nothing"}),
 ]
 FIRST_PROGRAMS = [program for program in PROGRAMS if program.lesson.endswith(".main")]  # one of each folder
+
+
+def named(lesson):
+    """The program of a lesson."""
+    return next(program for program in PROGRAMS if program.lesson == lesson)
 
 
 class Run:
@@ -234,7 +241,7 @@ def clean(tmp_path, monkeypatch):
     assert list(tmp_path.rglob(".*.tmp")) == []
 
 
-@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "SIGTERM", "exception"])
+@pytest.mark.parametrize("fault", ["SIGKILL", pytest.param("SIGSTOP", marks=in_turns), "SIGTERM", "exception"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_fault_of_a_rank(program, fault, clean, tmp_path, capfd):
     """Whoever fails, however: the run ends everywhere, and names the role at fault."""
@@ -269,6 +276,7 @@ def test_end_of_a_group(lesson, fault, clean, tmp_path, capfd):
     ends([Run(named(lesson), tmp_path, fault, "rank1", row=OF_A_RANK["destroyed group"])], capfd)
 
 
+@in_turns
 @pytest.mark.parametrize("runs", [
     [("ddp_rpc_hybrid.main", "trainer1", "lock"), ("ddp_rpc_hybrid.main", "ps", "lock"),
      ("param_server.main", "parameter_server", "lock")],
@@ -288,6 +296,7 @@ def test_only_waiting_tells(runs, clean, tmp_path, capfd):
 LONGER_S = 10.0  # a busy machine lets a healthy rank be silent for half of TIMEOUT_S, too
 
 
+@in_turns
 @pytest.mark.parametrize("lesson", ["rpc_rl.main", "p2p_collectives.train", "param_server.main", "ddp_basic.elastic"])
 @pytest.mark.parametrize("frozen_s", [LONGER_S - 0.5, LONGER_S + 0.5], ids=["shorter", "longer"])
 def test_frozen_for_a_while(frozen_s, lesson, clean, tmp_path, capfd):
@@ -306,6 +315,7 @@ SECOND_FAILURES = {
 }
 
 
+@in_turns
 @pytest.mark.parametrize("lesson", ["rpc_rl.main", "param_server.batch_update", "p2p_collectives.main"])
 def test_second_failure(lesson, clean, tmp_path, capfd):
     """While one failure is being handled, there is another one: the first is named, and nothing stays."""
@@ -316,6 +326,7 @@ def test_second_failure(lesson, clean, tmp_path, capfd):
               OF_SEVERAL[row], pause_s=0.5) for row, (fault, signals) in SECOND_FAILURES.items()], capfd)
 
 
+@in_turns
 @pytest.mark.parametrize("fault", ["lock", "loop"])
 def test_standstill(fault, clean, tmp_path, capfd):
     """Nobody comes back from a call that has no limit: the run tells so once, and goes on until a signal ends it."""
@@ -335,6 +346,7 @@ def test_standstill(fault, clean, tmp_path, capfd):
             assert any(f"moved but {who}: {who} is at" in note for note in notes), notes
 
 
+@in_turns
 @pytest.mark.parametrize("runs", [
     [("rpc_rl.main", 0.5), ("batch_rl.main", 0.5), ("param_server.main", 0.5)],
     [("ddp_rpc_hybrid.main", 0.5), ("ddp_rpc_hybrid.main", 3.0)],
@@ -354,6 +366,7 @@ def test_no_standstill(runs, clean, tmp_path, capfd):
     assert "note:" not in err
 
 
+@in_turns
 @pytest.mark.parametrize("timeout_s", [0.5, 1.0])
 def test_short_timeout(timeout_s, clean, tmp_path, capfd):
     """A rank that waits for nobody is not silent, however slow its steps are: beats come once a second."""
@@ -368,14 +381,14 @@ def spawned(program):
     return program._replace(flags=f"{program.flags} --start_method spawn")
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize("program", FIRST_PROGRAMS, ids=str)
 def test_spawn(program, clean, tmp_path, capfd):
     """Ranks that `mp.spawn` starts: each prints, and one of them fails."""
     out, _ = ends([Run(spawned(program), tmp_path, "exception", [*program.raises][-1])], capfd)
     assert sorted(re.findall(r"rank (\d+) prints", out)) == [str(rank) for rank in range(len(program.roles.split()))]
 
 
-@pytest.mark.parametrize("program", FIRST_PROGRAMS, ids=str)
+@pytest.mark.parametrize("program", [named(lesson) for lesson in ("rpc_rl.main", "ddp_basic.main", "param_server.main")], ids=str)
 def test_spawn_interrupted(program, clean, tmp_path):
     """Ctrl-C, while they train."""
     roles, folder = program.roles.split(), tmp_path / "interrupted"
@@ -392,6 +405,22 @@ def test_spawn_interrupted(program, clean, tmp_path):
     gone(pids)
 
 
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_spawn_can_send(program, tmp_path, monkeypatch):
+    """Of any program, what a rank runs and its flags can be pickled, as `mp.spawn` does."""
+
+    class SentError(Exception):
+        pass
+
+    def start(self, run_worker, *more):
+        assert pickle.loads(pickle.dumps((run_worker, self.args))) == (run_worker, self.args)
+        raise SentError
+
+    monkeypatch.setattr("common.launcher.start.Processes.start", start)
+    with pytest.raises(SentError):
+        importlib.import_module(program.lesson).main(spawned(program).command(tmp_path))
+
+
 def test_spawn_to_the_end(tmp_path, capfd):
     """A whole run, whose rank 0 prints as it trains."""
     importlib.import_module("p2p_collectives.train").main(
@@ -399,11 +428,6 @@ def test_spawn_to_the_end(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert "epoch  1" in out
     assert err == ""
-
-
-def named(lesson):
-    """The program of a lesson."""
-    return next(program for program in PROGRAMS if program.lesson == lesson)
 
 
 def complete(runs):
@@ -443,6 +467,7 @@ def ends(runs, capfd):
     return out, err
 
 
+@in_turns
 @pytest.mark.parametrize(("lesson", "role", "function", "words"), [
     ("batch_rl.main", "observer1", "gymnasium.wrappers:TimeLimit.step", "no states from observer1"),
     ("param_server.batch_update", "trainer2", "param_server.batch_update:Trainer.set_model", "no gradient from trainer2"),

@@ -16,6 +16,7 @@ from benchmarks.two_machines import Weather, ip, two_machines, why_not
 from tests.helpers import descendants, nothing_left, running, script, torchrun
 
 TIMEOUT_S = 8
+in_turns = pytest.mark.xdist_group("machines in turns")  # beside many others, a healthy rank would be silent, too
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +60,7 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
     "p2p_collectives/shared_memory.py": ((2, 2), "--sizes 65536 --repeats 1"),
     "p2p_collectives/init_methods.py": ((1, 1), "--method env"),
 }
-RPC = ["rpc_rl/main.py", "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "param_server/main.py",
-       "param_server/batch_update.py", "rpc_rnn/main.py", "rpc_rnn/prefetch.py", "rpc_rnn/several_trainers.py", "model_parallel_resnet/main.py"]
+BY_RANK = ["batch_rl/main.py", "ddp_rpc_hybrid/main.py", "rpc_rnn/several_trainers.py", "model_parallel_resnet/main.py"]
 
 
 def on_machines(machines, path, way, port, *flags):
@@ -87,7 +87,7 @@ def port(request):
 
 
 @pytest.mark.parametrize(("path", "way"), [
-    *((path, "torchrun") for path in PROGRAMS), *((path, "manual") for path in RPC)])
+    *((path, "torchrun") for path in PROGRAMS), *((path, "manual") for path in BY_RANK)])
 def test_across_machines(path, way, machines, port, tmp_path):
     """One machine has the metrics, of all ranks, and says where; none complains of anything."""
     with contextlib.ExitStack() as stack:
@@ -106,6 +106,7 @@ def test_across_machines(path, way, machines, port, tmp_path):
         nothing_left(runs[0], tmp_path, *runs[1:])
 
 
+@in_turns
 @pytest.mark.parametrize("way", ["torchrun", "manual"])
 @pytest.mark.parametrize(("path", "for_ever", "roles"), [
     ("rpc_rl/main.py", "--max_episodes 100000 --reward_threshold 499 --log_interval 1", ["agent", "observer1"]),
@@ -151,6 +152,7 @@ with socket.create_server(("{address}", 29500)) as server:
 """
 
 
+@in_turns
 def test_a_long_cable(tmp_path):
     """It adds what it says to each question and its answer, and nothing of the machines is left."""
     if reason := why_not(round_trip_s=0.2):
@@ -211,6 +213,7 @@ def errors_of(err):
     return [line for line in err.splitlines() if line.startswith("error:")]
 
 
+@in_turns
 @pytest.mark.parametrize(("lesson", "way"), [("p2p_collectives.train", "manual"), ("rpc_rl.main", "torchrun")])
 def test_a_bad_cable_is_survived(lesson, way, far, weather, port, tmp_path):
     """5% of the packets lost, nothing for 4 s, a cut for 3 s: all shorter than --timeout."""
@@ -246,6 +249,7 @@ def test_a_bad_cable_is_survived(lesson, way, far, weather, port, tmp_path):
         nothing_left(here, tmp_path, there)
 
 
+@in_turns
 @pytest.mark.parametrize(("lesson", "way", "lost"), [
     ("p2p_collectives.train", "manual", (1.0, 0.0)), ("rpc_rl.main", "manual", (0.0, 1.0)),
     ("rpc_rl.main", "torchrun", (1.0, 0.0))])
@@ -266,6 +270,7 @@ def test_a_cable_that_carries_one_way(lesson, way, lost, far, weather, port, tmp
         nothing_left(here, tmp_path, there)
 
 
+@in_turns
 def test_a_launcher_killed_on_the_other_machine(machines, port, tmp_path):
     """Its rank ends in silence; on this machine the line names it."""
     commands = slowed(machines, "p2p_collectives.train", "manual", port, 60)
@@ -281,6 +286,7 @@ def test_a_launcher_killed_on_the_other_machine(machines, port, tmp_path):
         nothing_left(here, tmp_path, there)
 
 
+@in_turns
 def test_a_long_traceback_between_machines(machines, port, tmp_path):
     """Of 20 MB: its beginning and its end arrive, and the rank that raised is named in both terminals."""
     commands = slowed(machines, "p2p_collectives.train", "manual", port, 60, what="p2p_collectives.train:average_gradients:long traceback")

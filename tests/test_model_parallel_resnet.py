@@ -175,20 +175,6 @@ def test_the_parts_of_a_batch_with_two_pieces_at_a_time():
 # --- the oracle
 
 
-@pytest.mark.parametrize(("main", "flags"), [
-    (rpc_pipeline.main, ["--num_splits", "3"]), (early_backward.main, ["--num_splits", "3"]),
-    *((schedules.main, ["--num_splits", "2", "--schedule", name]) for name in schedules.SCHEDULES)],
-    ids=["rpc", "early", *schedules.SCHEDULES])
-def test_check_passes(main, flags, capfd, tmp_path):
-    differences = main(["--check", "--arch", "resnet18", *flags, "--output_dir", str(tmp_path)])
-    assert {"data", "micro-batches", "outputs", "losses", "weights", "running statistics", "layers",
-            "timed steps", "timed micro-batches", "table of measured times"} <= differences.keys()
-    assert max(differences.values()) <= 1e-10
-    out, err = capfd.readouterr()
-    assert out.count(": ok\n") == len(differences)
-    assert err == ""
-
-
 def failed(main, flags, folder, capfd):
     """What a run or check that ends with status 1 prints: stdout and stderr."""
     with pytest.raises(SystemExit) as stop:

@@ -35,6 +35,7 @@ def test_it_says_where_the_first_difference_is():
 @pytest.mark.parametrize(("run", "oracle", "words"), [
     ([[1.0, 2.0]], [[1.0, 2.0, 3.0]], "shape [2] in 3 processes, [3] in one process"),
     ([1.0], [1.0, 2.0], "1 step in 3 processes, 2 steps in one process"),
+    ([1.0, 2.0], [1.0], "2 steps in 3 processes, 1 step in one process"),
     ([{"a": 1.0}], [{"b": 1.0}], "a, b on one side only"),
     ([math.nan], [1.0], "nan in 3 processes"),
     ([math.nan], [math.nan], "nan in 3 processes"),

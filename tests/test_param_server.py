@@ -289,17 +289,6 @@ def compared(way, trainers, *more):
             "counts", "moments", *more]
 
 
-@pytest.mark.parametrize(("way", "flags"), [
-    ("lock", ["--world_size", "4"]), ("async", ["--world_size", "4"]), ("bounded", ["--max_staleness", "1"])])
-def test_check_passes(way, flags, capfd, tmp_path):
-    differences = PROGRAMS[way].main(["--check", "--output_dir", str(tmp_path), *flags])
-    assert list(differences) == compared(way, 3)
-    assert max(differences.values()) <= 1e-9
-    out, err = capfd.readouterr()
-    assert out.count(": ok\n") == len(differences)
-    assert err == ""
-
-
 def test_check_of_a_resumed_training(capfd, tmp_path):
     """The oracle goes on from the checkpoint as the server does; and a check writes over no file."""
     saved = tmp_path / "run.pt"
@@ -326,25 +315,25 @@ def test_loss_that_is_not_finite(capfd, tmp_path):
 
 @pytest.mark.parametrize("way", ["lock", "async"])
 def test_it_learns(way, tmp_path):
-    """The README's command, with a quarter of its epochs, and smaller batches."""
+    """The README's command, with a tenth of its epochs, and smaller batches."""
     path = {"lock": MAIN, "async": "param_server/async_server.py"}[way]
     command = next(command for command in commands_in("param_server/README.md") if command[1] == path)
     folder = tmp_path / "outputs" / parsed(program=PROGRAMS[way]).example
-    flags = ["--epochs", "5", "--batch_size", "16", "--lr", "0.04"]
+    flags = ["--epochs", "2", "--batch_size", "16", "--lr", "0.04"]
     result = run([*script(*command[1:]), *flags], tmp_path, cold=True)
     assert (result.returncode, result.stderr) == (0, "")
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert metrics["test_accuracy"] > 0.92
-    assert metrics["updates"] == 5 * 2 * 45
-    assert len(metrics["epochs"]) == 5
-    assert metrics["epochs"][-1]["loss"] < 0.2 * metrics["epochs"][0]["loss"]
+    assert metrics["test_accuracy"] > 0.85
+    assert metrics["updates"] == 2 * 2 * 45
+    assert len(metrics["epochs"]) == 2
+    assert metrics["epochs"][-1]["loss"] < 0.6 * metrics["epochs"][0]["loss"]
     assert metrics["samples_per_s"] > 0
     assert [trainer["rank"] for trainer in metrics["per_trainer"]] == [1, 2]
-    assert sum(trainer["samples"] for trainer in metrics["per_trainer"]) == 5 * 1437
+    assert sum(trainer["samples"] for trainer in metrics["per_trainer"]) == 2 * 1437
     assert ("staleness" in metrics) == (way == "async")
     if way == "async":
         for trainer in metrics["per_trainer"]:
-            assert sum(trainer["staleness"]["histogram"].values()) == 5 * 45
+            assert sum(trainer["staleness"]["histogram"].values()) == 2 * 45
         assert 0.5 < metrics["staleness"]["mean"] < 1.5  # of N trainers, about N - 1
     assert result.stdout.splitlines()[-2].startswith("digits: test accuracy 9")
     for picture in ("loss.png", *(["staleness.png"] if way == "async" else [])):

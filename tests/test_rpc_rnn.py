@@ -90,22 +90,6 @@ def test_the_parts_draw_other_numbers(monkeypatch):
     assert not model.decoder_rref.decoder.bias.any()
 
 
-@pytest.mark.parametrize(("program", "processes", "round_trips"), [
-    (rpc_rnn, 2, 7), (prefetch, 2, 5), (several_trainers, 3, 9)])
-def test_check_passes(program, processes, round_trips, capfd, tmp_path):
-    """One trainer with dropout in both processes; prefetched, nothing is stale; two trainers."""
-    differences = program.main(["--check", "--output_dir", str(tmp_path)])
-    for part in ("table", "LSTM", "decoder"):
-        assert differences[f"gradients in the context, {part}"] <= 1e-9
-        assert differences[f"weights after each step, {part}"] <= 1e-9
-    assert differences["training, tokens"] == 0
-    out, err = capfd.readouterr()
-    assert out.count(": ok\n") == len(differences)
-    assert f"{round_trips} RPCs of a step, {round_trips} expected" in out
-    assert f"check passed: {processes} processes against one process" in out
-    assert err == ""
-
-
 @pytest.mark.parametrize("program", [rpc_rnn, prefetch, several_trainers])
 def test_check_passes_through_a_checkpoint(program, tmp_path):
     """A text, two layers, SGD: one epoch, the other one resumed; the user's own checkpoint is left alone."""

@@ -20,20 +20,6 @@ def metrics_in(folder):
 # --- what it computes
 
 
-def test_check_passes(capfd, tmp_path):
-    """Three trainers: 101 rows of 34, 34 and 33; two rows of 1, 1 and 0."""
-    differences = sharded_table.main(["--check", "--world_size", "3", "--output_dir", str(tmp_path)])
-    for way in ("all_to_all", "all_to_all sparse", "dtensor"):
-        assert differences[f"{way}, table"] <= 1e-9
-        assert differences[f"{way}, owners"] == differences[f"{way}, indices"] == 0
-    assert differences["all_to_all sparse, no rows on the last rank, table"] <= 1e-9
-    out, err = capfd.readouterr()
-    assert "34 + 34 + 33 rows of 101" in out
-    assert "1 + 1 + 0 rows of 2" in out
-    assert out.count(": ok\n") == len(differences)
-    assert err == ""
-
-
 def test_training(tmp_path):
     """It learns, reports what it holds and sends, and draws; like main.py's, from the same table and batches."""
     result = run(script(MAIN, "--epochs", 60), tmp_path)

@@ -1,0 +1,158 @@
+"""Every `--check` holds, with flags that differ from their defaults and with extreme ones.
+
+What a program takes from its default, and not from its flag, differs from the oracle here. A new flag of a program
+must stand in one of its rows, or in NOT_COMPARED.
+"""
+
+import argparse
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+TEXT = Path(__file__).parent.parent / "README.ja.md"
+RL = "--seed 7 --gamma 0.9 --lr 0.03"
+RNN = f"--seed 7 --corpus {TEXT} --batch_size 4 --bptt 11 --ninp 9 --nhid 12 --lr 0.5 --optimizer sgd"
+TABLE = "--seed 7 --num_embeddings 30 --embedding_dim 5 --num_classes 3 --lr 0.05 --sparse"
+SHARDS = "--seed 7 --arch resnet18 --num_classes 7 --lr 0.01"
+UPDATES = "--seed 7 --world_size 3 --arch resnet18 --batch_size 3 --image_size 36 --num_classes 5 --lr 0.01"
+ENVS = f"{RL} --envs sync --num_steps 30"
+
+# program: its rows, and how many comparisons each makes.
+CHECKS = {
+    "rpc_rl.main": {
+        f"{RL} --world_size 4 --total_steps_per_episode 36 --max_episodes 4 --truncation terminal": 13,
+        "--gamma 1 --world_size 2 --reward_threshold 2": 13,
+    },
+    "rpc_rl.fast": {
+        f"{RL} --world_size 4 --total_steps_per_episode 36 --max_episodes 4 --truncation terminal": 8,
+        "--gamma 0 --world_size 2 --reward_threshold 2": 8,
+    },
+    "batch_rl.main": {
+        f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 17,
+        "--observers 1 --gamma 1": 17,
+    },
+    "batch_rl.fast": {f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 17},
+    "batch_rl.vector": {
+        f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 13,
+        "--observers 2 --envs_per_observer 3 --gamma 1": 13,
+    },
+    "batch_rl.double_buffering": {
+        f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 13,
+        "--observers 1 --envs_per_observer 2 --gamma 0": 13,
+    },
+    "batch_rl.until_solved": {
+        f"{ENVS} --world_size 2 --envs_per_observer 5 --max_episodes 3": 13,
+        "--envs_per_observer 4 --reward_threshold 4 --gamma 1": 13,
+    },
+    "ddp_basic.main": {
+        "--seed 7 --world_size 3 --steps 4 --local_batch_size 7 --lr 0.1 --slow_rank 1 --delay 0.15": 34,
+        "--world_size 1 --steps 1 --local_batch_size 1": 30,
+    },
+    "ddp_basic.elastic": {
+        "--seed 7 --world_size 3 --global_batch_size 48 --lr 0.05": 26,
+        "--world_size 1 --global_batch_size 1437": 26,
+    },
+    "ddp_basic.fsdp": {
+        "--seed 7 --world_size 3 --layers 2 --width 20 --global_batch_size 33 --lr 0.01": 55,
+        "--world_size 5 --sharding full --model toy --global_batch_size 65": 35,
+    },
+    "ddp_rpc_hybrid.main": {
+        f"{TABLE} --world_size 5": 19,
+        "--world_size 3 --num_embeddings 1 --embedding_dim 1 --num_classes 2": 18,
+    },
+    "ddp_rpc_hybrid.sharded_table": {
+        f"{TABLE} --world_size 3": 94,
+        "--world_size 2 --num_embeddings 2 --embedding_dim 1 --num_classes 2 --exchange dtensor": 94,
+    },
+    "model_parallel_resnet.main": {f"{SHARDS} --num_splits 1 3": 21},
+    "model_parallel_resnet.early_backward": {f"{SHARDS} --num_splits 1 3": 21},
+    "model_parallel_resnet.schedules": {
+        "--arch resnet18 --num_splits 2": 21,
+        f"{SHARDS} --num_splits 2 4 --schedule 1f1b": 21,
+        **{f"{SHARDS} --num_splits 2 --schedule {name}": 19 for name in ("interleaved", "zero_bubble", "zero_bubble_v")},
+    },
+    "model_parallel_resnet.single_machine": {"--seed 7 --lr 0.03": 15},
+    "p2p_collectives.init_methods": {"": 13, "--world_size 2 --method tcp": 5},
+    "p2p_collectives.main": {"": 21, "--world_size 2": 21},
+    "p2p_collectives.ring_allreduce": {f"--seed 7 --world_size {ranks}": 50 for ranks in (1, 2, 5)},
+    "p2p_collectives.shared_memory": {"": 57, "--seed 7 --world_size 1": 57, "--world_size 3 --sizes 12000": 57},
+    "p2p_collectives.train": {
+        "--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 23,
+        "--world_size 2 --global_batch_size 1438 --momentum 0": 23,
+    },
+    "p2p_collectives.train_flat": {"--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 23},
+    "p2p_collectives.train_ddp": {"--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 23},
+    "param_server.main": {
+        "--seed 7 --world_size 4 --batch_size 5 --lr 0.1": 17,
+        "--world_size 2 --batch_size 1": 16,
+    },
+    "param_server.async_server": {"--seed 7 --world_size 4 --batch_size 5 --lr 0.1": 17},
+    "param_server.bounded_server": {
+        "--seed 7 --world_size 4 --batch_size 5 --lr 0.1 --max_staleness 2": 18,
+        "--max_staleness 0": 18,
+    },
+    "param_server.batch_update": {UPDATES: 16, "--world_size 2 --arch resnet18 --batch_size 2 --num_classes 1": 16},
+    "param_server.flat_update": {UPDATES: 16},
+    "rpc_rnn.main": {f"{RNN} --nlayers 3 --dropout 0.5": 24, "--batch_size 1": 25},
+    "rpc_rnn.prefetch": {f"{RNN} --nlayers 3 --dropout 0.5": 24},
+    "rpc_rnn.several_trainers": {f"{RNN} --nlayers 3 --dropout 0.5 --world_size 4": 25},
+}
+QUICK = ("rpc_rl.fast", "ddp_rpc_hybrid.main", "rpc_rnn.main", "p2p_collectives.main")
+PLACE = {"help", "check", "rank", "master_addr", "master_port", "start_method", "timeout", "device", "output_dir"}
+OWN = "each check has a value of its own, which is not the default"
+NOT_COMPARED = {  # flag, or (program, flag): why no row has it
+    "--epochs": OWN,
+    "--num_updates": OWN,
+    "--repeats": OWN,
+    "--sizes": OWN,
+    "--image_size": OWN,
+    "--num_batches": OWN,
+    "--num_repeat": OWN,
+    "--split_size": OWN,
+    "--split_sizes": OWN,
+    "--checkpoint": OWN + "; and tests of resumed trainings",
+    "--resume": OWN + "; and tests of resumed trainings",
+    "--dataset": "test_data.py",
+    "--data_dir": "test_data.py",
+    "--log_interval": "how often a line is printed",
+    "--demo": "all of them run",
+    "--dtype": "all of them",
+    "--ranks_per_machine": "all of them",
+    "--file": "test_two_terminals",
+    "--devices": "needs GPUs",
+    ("p2p_collectives.main", "--seed"): "nothing is drawn",
+    ("p2p_collectives.init_methods", "--seed"): "nothing is drawn",
+    **{(program, "--batch_size"): OWN for program in CHECKS if program.startswith("model_parallel_resnet.")},
+    **{(program, "--world_size"): "follows from --observers, or is fixed" for program in CHECKS
+       if program.startswith(("batch_rl.", "model_parallel_resnet.", "rpc_rnn."))},
+}
+
+
+def flags_of(program):
+    """The flags of a program's own, and --seed and --world_size: what a row can change."""
+    parser = importlib.import_module(program).build_parser()
+    return {action.option_strings[0]: action for action in parser._actions
+            if action.dest not in PLACE and action.default is not argparse.SUPPRESS}
+
+
+@pytest.mark.parametrize(("program", "flags", "comparisons"), [
+    pytest.param(program, flags, comparisons, marks=[pytest.mark.quick] if program in QUICK and flags == [*rows][0] else [])
+    for program, rows in CHECKS.items() for flags, comparisons in rows.items()])
+def test_check_passes(program, flags, comparisons, tmp_path, capfd):
+    differences = importlib.import_module(program).main(["--check", "--output_dir", str(tmp_path), *flags.split()])
+    out, err = capfd.readouterr()
+    assert out.count(": ok\n") == len(differences) == comparisons
+    assert err == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("program", CHECKS)
+def test_every_flag_is_compared(program):
+    """One row, at least, gives it a value that is not its default."""
+    for flag, action in flags_of(program).items():
+        given = [re.search(rf"{flag}( [^-]\S*)*", row) for row in CHECKS[program]]
+        values = {found[0].removeprefix(flag).strip() for found in given if found}
+        moved = {value for value in values if action.nargs == 0 or value != str(action.default)}
+        assert moved or flag in NOT_COMPARED or (program, flag) in NOT_COMPARED, flag
