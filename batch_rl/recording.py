@@ -16,6 +16,8 @@ what lets a short run show every mistake:
 import argparse
 import importlib
 import threading
+import time
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -32,6 +34,7 @@ from batch_rl.fast import FastAgent
 
 TIME_LIMIT = 13  # steps, of observer1's environments
 ROWS = 100  # states in a piece of the training
+SLOW_STEPS, SLOW_S = 3, 0.02  # of each episode in batches
 
 AGENTS = {"batch_rl.main": lesson.Agent, "batch_rl.fast": FastAgent,
           "batch_rl.vector": vector.VectorAgent, "batch_rl.until_solved": vector.VectorAgent,
@@ -183,6 +186,19 @@ def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
     """Append to `episodes` what each one was, from now on."""
     asking, one_more = threading.local(), threading.Lock()  # two RPC threads answer requests
     now = {}
+
+    class SlowStates(dict):
+        """Lets the others ask before this thread can count who has: only a lock keeps them out."""
+
+        def __setitem__(self, ob_id, states):
+            super().__setitem__(ob_id, states)
+            if now["forwards"] < SLOW_STEPS:
+                time.sleep(SLOW_S)
+
+    for owner in (lesson.Agent, vector.Group):
+        recorder.enter_context(mock.patch.object(owner, "states", property(
+            lambda self: self.slow_states,
+            lambda self, states: setattr(self, "slow_states", SlowStates(states))), create=True))
 
     @recorder.around(agent_class, "run_episode")
     def run_episode(original, agent, batch):

@@ -93,6 +93,34 @@ class Recorder(contextlib.ExitStack):
 
         self.put(dist_autograd, "context", Context)
 
+    def barriers(self) -> Callable[[], bool]:
+        """Note who comes to each `dist.barrier()` of the default group, from now on.
+
+        Returns:
+            What right behind a barrier says whether it was one: whether this rank has passed a
+            barrier since the last question, and all ranks had come to it.
+        """
+        passed = asked = 0
+        store = dist.distributed_c10d._get_default_store  # of the group that there is then
+
+        def place(number, rank):
+            return f"barrier {number}: rank {rank}"
+
+        @self.around(dist, "barrier")
+        def noted(barrier, *group, **options):
+            nonlocal passed
+            passed += 1
+            store().set(place(passed, dist.get_rank()), "")
+            return barrier(*group, **options)
+
+        def all_had_come():
+            nonlocal asked
+            is_new, asked = passed > asked, passed
+            ranks = range(dist.get_world_size())
+            return is_new and store().check([place(passed, rank) for rank in ranks])
+
+        return all_had_come
+
     def _hooked(self, handle: RemovableHandle) -> None:
         self.callback(handle.remove)
 

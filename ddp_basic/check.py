@@ -75,7 +75,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.demo, self.barriers, self.steps, self.step, self.loads = None, 0, {}, {}, []
-        self.left_behind = False
+        self.left_behind, self.together = False, []
 
     def begin(self, demo: str) -> None:
         """Record another demo from now on."""
@@ -124,6 +124,18 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
             seen.barriers += 1
             store().set(f"{seen.demo}: rank {rank} is at barrier {seen.barriers}", "")
             return barrier(*options, **more)
+
+        @recorder.around(lesson, "timed_steps")
+        def timed_steps(original, ddp_model, *given):
+            before = seen.barriers
+
+            def first_forward(*_):
+                seen.together.append(seen.barriers > before and all(
+                    is_at_barrier(other, seen.barriers) for other in range(world_size)))
+                hook.remove()
+
+            hook = ddp_model.register_forward_pre_hook(first_forward)
+            return original(ddp_model, *given)
 
         @recorder.around(torch, "save")
         def latest_save(save, state, file, **options):
@@ -194,6 +206,10 @@ def compare(metrics: dict, everyone: list[Seen], left_behind: bool,
         findings.equal(f"{demo}, learning rates", by_rank(recorded, "learning rate"),
                        by_rank(expected, "learning rate"), "--lr")
         if demo == "skew":
+            together = [one.together for one in everyone]
+            findings.holds("skew, the clocks", together == [[True, True]] * args.world_size,
+                           "of all ranks start behind one barrier, in both trainings; they did on "
+                           f"each rank: {together}")
             compare_times(findings, metrics["skew"], args)
         else:
             compare_report(findings, demo, metrics[demo], [*losses_of(oracle), last])

@@ -86,6 +86,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.trainings, self.model, self.optimizer = {}, None, None
+        self.together = {"removed": [], "counted": []}  # had all ranks come before it?
 
     def begin(self, training: str) -> None:
         """Record another training from now on."""
@@ -132,6 +133,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     torch.set_default_dtype(torch.float64)
     seen, everyone = Seen(), []
     with Recorder() as recorder:
+        all_had_come = recorder.barriers()
         recorder.put(lesson, "SAMPLES", args.local_batch_size)
         recorder.on_forward(after=seen.forward)
         recorder.on_step(after=seen.stepped)
@@ -155,11 +157,17 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
         @recorder.around(lesson.dcp, "save")
         def torn_save(save, state, checkpoint_id, **options):
             """Interrupt the second one when all but one rank have written."""
+            seen.together["removed"].append(all_had_come())
             save(state, checkpoint_id=checkpoint_id, **options)
             if seen.training == "stopped" and len(seen.steps) == STOPPED_IN * STEPS:
                 if rank == 0:
                     max(Path(checkpoint_id).glob("*.distcp")).unlink()
                 raise StoppedError
+
+        @recorder.around(lesson.memory, "bytes_sent")
+        def bytes_sent(count):
+            seen.together["counted"].append(all_had_come())
+            return count()
 
         @recorder.around(lesson, "train")
         def train_and_interrupt(lessons_train, rank, world_size, sharding, args):
@@ -180,7 +188,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
                     shutil.copytree(path[0], path[0].with_name("torn"))
                 train("resumed", folder=path[0], resumed=True)
                 args.left = sorted(entry.name for entry in path[0].iterdir())
-            everyone[:] = gathered(seen.trainings)
+            everyone[:] = gathered({"trainings": seen.trainings, "together": seen.together})
             return result
 
         metrics = lesson.run_worker(rank, world_size, args)
@@ -207,11 +215,18 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
         return verdict(compared)
 
 
-def compare(metrics: dict, everyone: list[dict[str, list]], args: Namespace) -> dict:
-    """Return the findings as a dict, on rank 0; `everyone` has the trainings of all ranks."""
+def compare(metrics: dict, everyone: list[dict], args: Namespace) -> dict:
+    """Return the findings as a dict, on rank 0; `everyone` has what each rank has seen."""
     findings = Comparison(f"{args.world_size} processes")
     steps, losses = single_process(args)
     ranks = f" by {args.world_size}" if args.resumed else ""
+    together = [of_rank["together"] for of_rank in everyone]
+    everyone = [of_rank["trainings"] for of_rank in everyone]
+    for what, words in (("removed", "what was left was removed, a checkpoint was written"),
+                        ("counted", "bytes were counted")):
+        had_come = [had for of_rank in together for had in of_rank[what]]
+        findings.holds(f"barriers{ranks}, {what}", all(had_come), f"all ranks had come before "
+                       f"{words}, {sum(had_come)} of {len(had_come)} times")
     parts = {"stopped": slice(STOPPED_IN * STEPS), "resumed": slice((STOPPED_IN - 1) * STEPS, None)}
     for training in everyone[0]:
         steps_of = [of_rank[training] for of_rank in everyone]

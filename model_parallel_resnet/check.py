@@ -22,6 +22,7 @@ line are computed once more.
 import argparse
 import functools
 import importlib
+import inspect
 import itertools
 import math
 import re
@@ -30,6 +31,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import ModuleType
+from unittest import mock
 
 import torch
 from common import report
@@ -50,6 +52,7 @@ SIDE = 33  # pixels; of 32, the last layers leave one
 BLOCKS = [1, 2, 2, 1]  # in layer1 to layer4
 CALM = 100  # the learning rate is divided by it, so that rounding grows less
 MOST_ROWS = 3  # the first ones of --num_splits
+ADD_S = 0.2  # between the look-up of a gradient and its sum
 TOLERANCE = 1e-10
 BECAUSE = "the same sums in another order, in float64"
 SIGMAS = 6  # two tensors in a billion would be further from what is expected
@@ -392,7 +395,9 @@ def record(program: str, rank: int, world_size: int, args: argparse.Namespace) -
     layers = layers_of_both(args)
     prepare(args)
     if rank > 0:
-        return run_worker(rank, world_size, args)
+        with Recorder() as recorder:
+            add_slowly(recorder)
+            return run_worker(rank, world_size, args)
     seen = OnMaster(single_process(args))
     with Recorder() as recorder:
         recorder.on_forward(seen.before, seen.after)
@@ -409,6 +414,26 @@ def record(program: str, rank: int, world_size: int, args: argparse.Namespace) -
                 f"the run made {made} optimizer steps, the oracle expects {expected}")
     hold_layers(found, *layers)
     return found.as_dict()
+
+
+def add_slowly(recorder: Recorder) -> None:
+    """Let another thread come between a gradient's look-up and its sum: a lock keeps it out."""
+    here, grad = threading.local(), inspect.getattr_static(torch.Tensor, "grad")
+
+    @recorder.around(early_backward.ShardOptimizer, "add")
+    def add(original, optimizer, context_id):
+        here.is_first = True
+        original(optimizer, context_id)
+
+    def look_up(param):
+        found = grad.__get__(param)
+        if getattr(here, "is_first", False):
+            here.is_first = False
+            time.sleep(ADD_S)
+        return found
+
+    slow = property(look_up, grad.__set__, grad.__delete__)
+    recorder.enter_context(mock.patch.object(nn.Parameter, "grad", slow, create=True))
 
 
 def prepare(args: argparse.Namespace) -> None:

@@ -142,9 +142,8 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
     batches = Batches(STAGES[rank], args, show=pipeline.has_loss)
     for batch in range(args.num_batches + 1):
         for num_split in args.num_splits:
-            dist.barrier()  # both are ready
             started = time.time()
-            dist.barrier()  # and neither begins before both have read the clock
+            dist.barrier()  # neither begins before both have read the clock
             loss = pipeline.train_step(num_split)
             dist.barrier()  # both have made their step
             if pipeline.has_loss:

@@ -60,7 +60,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the lesson, recorded, once for each type; return the findings on rank 0."""
     calls, rows, everyone = [], {}, []
     with Recorder() as recorder:
-        messages = record_messages(recorder)
+        messages, all_had_come = record_messages(recorder), recorder.barriers()
         recorder.put(lesson, "contribution", partial(numbers_of, seed=args.seed))
         recorder.put(lesson.results, "require_sum", lambda *_: None)  # of other numbers
 
@@ -82,13 +82,14 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
             def summed(tensor):
                 dtype, size = str(tensor.dtype).removeprefix("torch."), tensor.nbytes
                 repeat = counts[name, size] = counts.get((name, size), -1) + 1
+                together = all_had_come()
                 began, first = time.perf_counter(), len(messages.sent)
                 all_reduce(tensor)
                 if rank == world_size - 1 and (dtype, size) == (TIMED, args.sizes[-1]):
                     time.sleep(LOSES_S[repeat])
                 seconds = time.perf_counter() - began
                 calls.append({"name": name, "dtype": dtype, "bytes": size, "repeat": repeat,
-                              "seconds": seconds, "sum": tensor.clone(),
+                              "seconds": seconds, "sum": tensor.clone(), "together": together,
                               "sent": messages.sent[first:]})
 
             return summed
@@ -134,6 +135,9 @@ def compare(rows: dict[str, list[dict]], everyone: list[list], args: Namespace) 
                 findings.equal(f"{name} {dtype}, bytes sent and to whom", sent, expected,
                                "to the right neighbour only", unit="sum")
         compare_times(findings, name, rows[TIMED], calls, args)
+    together = [call["together"] for of_rank in calls for call in of_rank]
+    findings.holds("clocks", all(together), f"all ranks had come before {sum(together)} of "
+                   f"{len(together)} calls were timed")
     not_waited_for = [count for _, count in everyone]
     findings.holds("requests", not any(not_waited_for),
                    f"the ranks did not wait for {not_waited_for} requests")

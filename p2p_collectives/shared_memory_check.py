@@ -73,7 +73,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     calls, rows, everyone = [], {}, []
     where, is_last, late = {}, rank == world_size - 1, [False]  # where: which run of `measure`
     with Recorder() as recorder:
-        messages = record_messages(recorder)
+        messages, all_had_come = record_messages(recorder), recorder.barriers()
         recorder.put(lesson, "contribution", partial(numbers_of, seed=args.seed))
         recorder.put(lesson.results, "require_right", lambda *_: None)  # of other numbers
 
@@ -110,7 +110,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
             def called(tensor):
                 size = tensor.nbytes
                 repeat = counts[size] = counts.get(size, -1) + 1
-                late[0] = is_last and repeat == 0
+                late[0], together = is_last and repeat == 0, all_had_come()
                 if late[0]:
                     brought = tensor.clone()
                     tensor.fill_(GARBAGE)
@@ -126,7 +126,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
                 sent = messages.sent[first:]
                 calls.append({
                     **where, "collective": collective, "way": way, "bytes": size, "repeat": repeat,
-                    "seconds": time.perf_counter() - began,
+                    "seconds": time.perf_counter() - began, "together": together,
                     "has": (result.tensor_split(world_size)[rank]
                             if collective == "reduce_scatter" else result),
                     "sent": [sum(n_bytes for _, n_bytes in sent), sorted({to for to, _ in sent})]})
@@ -196,6 +196,9 @@ def compare(rows: dict[tuple, list[dict]], everyone: list[list], args: Namespace
                 "to the right neighbour; through shared memory nothing", unit="call")
             if any(uneven) and (dtype, collective) == TIMED:
                 compare_times(findings, what, way, rows[dtype, per_machine, True], mine)
+    together = [call["together"] for of_rank in calls for call in of_rank]
+    findings.holds("clocks", all(together), f"all ranks had come before {sum(together)} of "
+                   f"{len(together)} calls were timed")
     not_waited_for = [count for _, count in everyone]
     findings.holds("requests", not any(not_waited_for),
                    f"the ranks did not wait for {not_waited_for} requests")

@@ -36,12 +36,13 @@ from torch.utils.data import TensorDataset
 
 from param_server import main as lesson
 from param_server import results
+from param_server.bounded_server import Bound
 
 EPOCHS, BATCH_SIZE = 2, 8  # images, at most
 # Updates of all trainers together in each epoch, about; test images for more than one batch of the
 # accuracy.
 UPDATES, TEST_IMAGES = 8, 510
-HEAD_START_S = 0.3
+HEAD_START_S, DECISION_S = 0.3, 0.01
 REST_STEPS, REST_S, REST_AT_MOST_S = 3, 0.2, 10.0
 LAYERS = ("dropout1", "dropout2")
 DOUBLE = "double precision"
@@ -309,6 +310,14 @@ def record_server(recorder: Recorder, args: Namespace) -> None:
     recorder.put(checkpoint, "save", save)  # a check writes over no file
     recorder.on_forward(before_forward, after_forward)
     recorder.around(lesson.SGD, "step")(step)
+
+
+    @recorder.around(Bound, "may_read")
+    def may_read(original, bound):
+        """Leave time for another decision: only a lock keeps it out."""
+        decision = original(bound)
+        time.sleep(DECISION_S)
+        return decision
 
 
 def record_calls(recorder: Recorder, server: lesson.ParameterServer) -> None:

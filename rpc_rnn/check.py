@@ -41,6 +41,7 @@ EPOCHS = 2
 DROPOUT = 0.25  # where --dropout is 0, which would leave no mark
 EVALUATION_S = 0.5  # that each evaluation is made to last: the time of the training must exclude it
 STEP_S = 0.02  # that the first trainer waits before its step: who does not wait sees old tables
+PART_S = 0.5  # that it takes to make a table: meanwhile, another trainer asks for it
 
 
 # --- one process
@@ -270,6 +271,12 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
         recorder.on_forward(seen.before_forward, seen.after_forward)
         recorder.on_context(after=seen.after_step)
 
+        for part in (tutorial.EmbeddingTable, tutorial.Decoder):
+            @recorder.around(part, "__init__")
+            def make_slowly(init, *place):
+                time.sleep(PART_S)
+                init(*place)
+
         @recorder.around(tutorial, "load_language")
         def load_language(load, args):
             return shortened(load(args), args)
@@ -285,6 +292,12 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
             mine = {"initial": seen.initial, "entries": seen.entries}
             everyone.extend(gathered(mine) if dist.is_initialized() else [mine])
             return metrics
+
+        @recorder.around(dist, "broadcast_object_list")
+        def receive_late(broadcast, *place, **options):
+            """Let all but the first trainer load the tables when that one could train already."""
+            broadcast(*place, **options)
+            time.sleep(PART_S * (rank > 1))
 
         @recorder.around(results, "evaluate")
         def late_evaluate(evaluate, *place):

@@ -1,0 +1,52 @@
+"""Each flag ignored once, wherever a lesson takes it: its default stands in its place.
+
+Generated: `args.lr` becomes 0.01, and so on. Each is run with the flags of tests/test_checks.py.
+"""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+from tests.mutants import ROOT, Mutant
+from tests.test_checks import CHECKS, NOT_COMPARED, flags_of
+
+ELSEWHERE = ("check", "comparison", "results", "require", "parser", "main", "finish")  # files and functions
+
+
+def places(text, names):
+    """Where a lesson takes a flag in what its ranks run: (name, number of the line, what stands there)."""
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, ast.FunctionDef) and not any(word in function.name for word in ELSEWHERE):
+            for node in ast.walk(function):
+                if (isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.ctx, ast.Load)
+                        and ast.unparse(node.value) in ("args", "self.args")):
+                    yield node.attr, node.lineno - 1, ast.unparse(node)
+
+
+def replaced(text, number, source, value):
+    """The line with `value` in place of `source`, and as it is, both with as much before it as makes it unique."""
+    lines = text.splitlines(keepends=True)
+    first = next(first for first in range(number, -1, -1) if text.count("".join(lines[first : number + 1])) == 1)
+    line = re.sub(rf"\b{re.escape(source)}\b", repr(value), lines[number])
+    return "".join(lines[first : number + 1]), "".join([*lines[first:number], line])
+
+
+def mutants_of(program):
+    """The mutants of a program, in its own file; of a main.py, in the other files of its folder, too."""
+    parser, path = importlib.import_module(program).build_parser(), Path(f"{program.replace('.', '/')}.py")
+    others = [other.relative_to(ROOT) for other in sorted((ROOT / path).parent.glob("*.py"))
+              if path.stem == "main" and f"{path.parent}.{other.stem}" not in CHECKS
+              and not any(word in other.stem for word in ELSEWHERE)]
+    compared = {action.dest: flag for flag, action in flags_of(program).items() if action.default is not None
+                and flag not in NOT_COMPARED and (program, flag) not in NOT_COMPARED}
+    for file in [path, *others]:
+        text = (ROOT / file).read_text()
+        for name, number, source in dict.fromkeys(places(text, compared)):
+            flags = next(row for row in CHECKS[program] if compared[name] in row).split()
+            yield Mutant(f"{program}: {compared[name]} ignored in line {number + 1} of {file.name}", str(file),
+                         *replaced(text, number, source, parser.get_default(name)), check=".", program=str(path),
+                         flags=flags)
+
+
+MUTANTS = [mutant for program in CHECKS for mutant in mutants_of(program)]

@@ -1,0 +1,50 @@
+"""Locks and barriers left out, of all programs: each check makes the race happen that they prevent."""
+
+from tests.mutants import Mutant
+
+RESNET = ("--arch", "resnet18", "--num_splits", "3")
+
+
+def unlocked(name, file, inside, check, lock="self.lock", program="", flags=()):
+    """Enter `inside`, the first line under a lock, without it."""
+    return Mutant(name, file, f"with {lock}:{inside}", f"if True:{inside}", check=check, program=program, flags=flags)
+
+
+def forgotten(name, file, barrier, check, program="", flags=()):
+    """Leave out a line of its own."""
+    return Mutant(name, file, barrier + "\n", "pass\n", check=check, program=program, flags=flags)
+
+
+MUTANTS = [
+    unlocked("observers ask at the same time", "batch_rl/main.py", "\n            # Tutorial: copied", "forwards|error"),
+    unlocked("vector environments ask at the same time", "batch_rl/vector.py", "\n            self.states[ob_id]",
+             "forwards|error"),
+    unlocked("two micro-batches add to one gradient", "model_parallel_resnet/early_backward.py",
+             "\n            for param", "weights", lock="self._lock", flags=RESNET),
+    unlocked("two micro-batches in the second shard", "model_parallel_resnet/main.py", "\n            out = self.fc",
+             "one micro-batch at a time|running", lock="self._lock", flags=RESNET),
+    unlocked("two trainers make a table each", "rpc_rnn/several_trainers.py", "\n        if part_class",
+             "error|weights after each step, table|training, loss", lock="_parts_lock"),
+    unlocked("two trainers are let in", "param_server/bounded_server.py", "\n            what(", "turns|bound|error",
+             flags=("--max_staleness", "0", "--world_size", "4")),
+    forgotten("the clocks of the ranks start apart", "ddp_basic/main.py",
+              "dist.barrier()  # the clocks of all ranks start together", "skew, the clocks"),
+    forgotten("bytes counted before all were sent", "ddp_basic/fsdp.py",
+              "dist.barrier()  # what was sent before has arrived, and is not counted", "barriers, counted"),
+    Mutant("bytes counted before all are sent", "ddp_basic/fsdp.py", "        dist.barrier()\n        sent = None",
+           "        sent = None", check="barriers, counted"),
+    forgotten("a checkpoint removed while it is written", "ddp_basic/fsdp_checkpoint.py",
+              "dist.barrier()  # or rank 0 could remove what another one has begun to write", "barriers, removed|error",
+              program="ddp_basic/fsdp.py"),
+    forgotten("a stage begins before the clock is read", "model_parallel_resnet/schedules.py",
+              "dist.barrier()  # neither begins before both have read the clock", "timed", flags=RESNET),
+    forgotten("the clock is read before both have stepped", "model_parallel_resnet/schedules.py",
+              "dist.barrier()  # both have made their step", "timed", flags=RESNET),
+    forgotten("the first to come counts its wait", "p2p_collectives/ring_allreduce.py",
+              "dist.barrier()  # or the first to come would count its wait for the last", "clocks"),
+    forgotten("the first to come counts its wait, in shared memory", "p2p_collectives/shared_memory.py",
+              "dist.barrier()  # or the first to come would count its wait for the last", "clocks"),
+    forgotten("tables are loaded while others train", "rpc_rnn/saving.py",
+              "# Or one trainer's backward could find that another has just loaded the tables.\n        dist.barrier()",
+              "error|resumed", program="rpc_rnn/several_trainers.py", flags=("--checkpoint", "run.pt")),
+]
