@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import torch
 from common.cli import starts_rank
-from common.limits import reason_of, refuse, shortened
+from common.limits import given, reason_of, refuse, shortened
 from common.report import replacing
 from torch import nn
 
@@ -19,14 +19,14 @@ class NotSavedError(Exception):
 
 
 def save(args: Namespace, state: dict) -> None:
-    """Write `state` (tensors and plain Python values) to `args.checkpoint`.
+    """Write `state` (tensors and plain Python values) and `args.settings` to `args.checkpoint`.
 
     Raises:
         NotSavedError: if the disk is full, or the folder has become read-only; the file is as it
             was.
     """
     whole = io.BytesIO()  # to a file, torch.save would call a full disk "unexpected pos 576 vs 534"
-    torch.save({"example": args.example, **state}, whole)
+    torch.save({"example": args.example, "settings": args.settings, **state}, whole)
     try:
         with replacing(args.checkpoint) as temporary:
             temporary.write_bytes(whole.getbuffer())
@@ -59,7 +59,8 @@ def inspect(args: Namespace, needs: Collection[str] = (),
             make_model: Callable[[], nn.Module] | None = None) -> dict | None:
     """Return the state to resume from, or None, before any process starts.
 
-    A file that is not a checkpoint is refused, and so never lost.
+    A file that is not a checkpoint is refused, and so never lost; and so are other flags than its
+    own (`Parser`, `args.settings`), but for how long the training goes on.
 
     Args:
         args: the parsed flags.
@@ -72,7 +73,16 @@ def inspect(args: Namespace, needs: Collection[str] = (),
     state = load(args, needs) if args.resume or args.checkpoint.exists() else None
     if state and make_model and _shapes(state.get("model")) != _shapes(make_model().state_dict()):
         reject(args, "is of another model; give the flags of that one, or another file")
+    if state and args.resume:
+        require_settings(args, state.get("settings", {}), given(args, "checkpoint"))
     return state if args.resume else None
+
+
+def require_settings(args: Namespace, settings: dict, where: str) -> None:
+    """Refuse flags that are not those of the training that goes on; `where`: in words, its file."""
+    for name, value in settings.items():
+        if name in args.settings and args.settings[name] != value:
+            refuse(f"{given(args, name)} must be {value}, as in {where}")
 
 
 def reject(args: Namespace, why: str) -> NoReturn:

@@ -31,6 +31,10 @@ LARGEST_INT = 2**63 - 1  # that tensors and their libraries can hold
 MOST_PROCESSES = 2**16  # on all machines together
 SHORTEST_S = 0.01  # below it, some libraries round to 0, and take that for "for ever"
 LONGEST_S = 10_000_000.0  # a third of a year: what the timers of all libraries can hold
+# What may differ where a training goes on from a checkpoint: how long, and what is shown of it.
+# That a text is the same is seen from its characters, wherever it is.
+MAY_CHANGE = {"checkpoint", "resume", "data_dir", "corpus", "log_interval", "epochs",
+              "max_episodes", "reward_threshold"}
 
 
 class PlainParser(argparse.ArgumentParser):
@@ -47,6 +51,8 @@ class PlainParser(argparse.ArgumentParser):
 class Parser(PlainParser):
     """Parses the flags of an example, and those that all examples share.
 
+    With `--checkpoint`, `args.settings` has those that a resumed training must have, too.
+
     Args:
         example: the folder's name, which names the outputs too.
         description: the script's docstring.
@@ -61,7 +67,8 @@ class Parser(PlainParser):
         self.distributed = distributed
         self.set_defaults(example=example, checkpoint_rank=0, default_master_addr=None,
                           world_size=1, rank=None)
-        add = self.add_argument_group("flags that every program has").add_argument
+        self.common = self.add_argument_group("flags that every program has")
+        add = self.common.add_argument
         if distributed:
             processes = bounded(int, at_least=min_world_size, at_most=MOST_PROCESSES)
             found_out = "" if world_size else " (default: as many as are needed)"
@@ -97,7 +104,8 @@ class Parser(PlainParser):
         """
         self.add_argument("--checkpoint", type=Path, metavar="FILE",
                           help="save the training here (default: nowhere)")
-        self.add_argument("--resume", action="store_true", help="continue from --checkpoint")
+        self.add_argument("--resume", action="store_true",
+                          help="continue from --checkpoint: with the same flags, but for how long")
 
     def parse_args(self, args: Sequence[str] | None = None,
                    namespace: argparse.Namespace | None = None) -> argparse.Namespace:
@@ -123,7 +131,15 @@ class Parser(PlainParser):
         if checkpoint is not None and starts_rank(args, args.checkpoint_rank):
             require_writable_file("--checkpoint", checkpoint, args.checkpoint_rank)
         require_writable_folder("--output_dir", args.output_dir, rank=None)
+        if "--checkpoint" in self._option_string_actions:
+            args.settings = {name: getattr(args, name) for name in self._settings()}
         return args
+
+    def _settings(self) -> list[str]:
+        """Return the names of the flags that a training keeps: the seed, and of its own most."""
+        own = [action for action in self._actions if action.container is not self.common]
+        return ["seed", *(action.dest for action in own if action.dest != "help"
+                          and action.option_strings[0][2:] not in MAY_CHANGE)]
 
     def _check_ranks(self, args: argparse.Namespace) -> None:
         """Refuse ranks that this command cannot start; take torchrun's world size."""

@@ -46,7 +46,6 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 MOMENTUM = 0.9
 FEWEST_SAMPLES = 1437  # of the two training sets: each rank needs one at least
-SETTINGS = ("dataset", "global_batch_size", "lr", "seed")  # a resumed training must have the same
 
 
 def role_name(rank: int, world_size: int) -> str:
@@ -126,9 +125,8 @@ def evaluate(model: nn.Module, test_set: TensorDataset, rank: int, world_size: i
 def save(model: nn.Module, optimizer: optim.Optimizer, history: list[dict],
          args: argparse.Namespace) -> None:
     """Save on rank 0; the others go on: they need the file only if they are started anew."""
-    settings = {name: getattr(args, name) for name in SETTINGS}
     checkpoint.save(args, {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                           "history": history, "settings": settings})
+                           "history": history})
 
 
 def resume(model: nn.Module, optimizer: optim.Optimizer, rank: int,
@@ -217,12 +215,8 @@ def inspect_checkpoint(args: argparse.Namespace) -> None:
         return
     try:
         build_model(args.seed).load_state_dict(state["model"])
-        settings = {name: state["settings"][name] for name in SETTINGS}
     except (KeyError, RuntimeError, TypeError):
         checkpoint.reject(args, "is of another model; give another file")
-    for name, value in settings.items():
-        if getattr(args, name) != value:
-            refuse(f"{given(args, name)} must be {value}, as in {given(args, 'checkpoint')}")
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -52,7 +52,6 @@ from ddp_basic.data import toy_samples
 from ddp_basic.main import ToyModel, gpu_of
 
 SAMPLES = 512  # of all ranks together
-SETTINGS = ("model", "layers", "width", "global_batch_size", "lr", "seed")  # of a resumed training
 
 
 def role_name(rank: int, world_size: int) -> str:
@@ -123,8 +122,7 @@ def save(model: nn.Module, optimizer: optim.Optimizer, history: list[dict],
     with folders.errors_in_one_line(temporary):
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=temporary)
     if dist.get_rank() == 0:  # here, all ranks have written: dcp.save waits for them
-        settings = {name: getattr(args, name) for name in SETTINGS}
-        folders.publish(temporary, epoch, {"example": args.example, "settings": settings,
+        folders.publish(temporary, epoch, {"example": args.example, "settings": args.settings,
                                            "history": history})
 
 
@@ -229,7 +227,7 @@ def main(argv: list[str] | None = None) -> dict | None:
         refuse(f"--device cuda must be cpu or auto: torch sees {gpus} GPUs, and here each rank "
                "needs its own", rank=None)
     require_memory(args, ["width", "layers"], 16 * memory.count(args) * len(ranks_here(args)))
-    folders.require_useful(args, SETTINGS)
+    folders.require_useful(args)
     try:
         return run_program(run_worker, args, role_name, results.finish)
     finally:

@@ -21,7 +21,7 @@ from pathlib import Path, PosixPath
 
 import torch
 import torch.distributed as dist
-from common.checkpoint import NotSavedError
+from common.checkpoint import NotSavedError, require_settings
 from common.cli import given, refuse, require_writable_folder, shortened, starts_rank
 from torch.distributed.checkpoint import DefaultLoadPlanner, filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
@@ -129,13 +129,8 @@ def about(folder: Path) -> dict:
     return json.loads((folder / ABOUT).read_text())
 
 
-def require_useful(args: argparse.Namespace, settings: tuple[str, ...]) -> None:
-    """Refuse, before any process starts, a folder in which this training cannot begin or go on.
-
-    Args:
-        args: the parsed flags.
-        settings: the names of those that must be as they were.
-    """
+def require_useful(args: argparse.Namespace) -> None:
+    """Refuse, before any process starts, a folder in which this training cannot begin or go on."""
     if args.folder is None:
         if args.resumed:
             refuse("--resume requires --checkpoint DIR, the folder to continue from")
@@ -153,16 +148,14 @@ def require_useful(args: argparse.Namespace, settings: tuple[str, ...]) -> None:
         history = found and [float(row["loss"]) for row in saved["history"]]
         if found and saved["example"] != args.example:
             raise ValueError
-        theirs = found and {name: saved["settings"][name] for name in settings}
+        theirs = dict(saved["settings"]) if found else {}
     except Exception:  # whatever comes of bytes that we did not write
         refuse(f"{where} has no whole checkpoint of {args.example}; give another folder")
     if found and not args.resumed:
         refuse(f"{where} has a training of {len(history)} epochs; give --resume, or another folder")
     if args.resumed and not found:
         refuse(f"{where} must have a checkpoint with --resume, and has none")
-    for name, value in (theirs or {}).items():
-        if getattr(args, name) != value:
-            refuse(f"{given(args, name)} must be {value}, as in {where}")
+    require_settings(args, theirs, where)
     if found and len(history) >= args.epochs:
         refuse(f"{given(args, 'epochs')} must be above {len(history)}, the epochs that {where} has")
 

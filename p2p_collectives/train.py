@@ -215,7 +215,6 @@ def resume(net: nn.Module, optimizer: optim.Optimizer, args: Namespace) -> list[
     [state] = state
     net.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    optimizer.param_groups[0].update(momentum=args.momentum, nesterov=args.momentum > 0)
     return state["epochs"]
 
 

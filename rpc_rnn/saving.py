@@ -86,15 +86,6 @@ def require_checkpoint(args: Namespace, language: Language | None) -> None:
         return
     if state["vocabulary"] != language.vocabulary:
         checkpoint.reject(args, "is of another text; give its --corpus, or another file")
-    seed = state.get("seed", args.seed)  # earlier versions did not save it
-    if language.vocabulary is None and seed != args.seed:
-        checkpoint.reject(args, f"is of --seed {seed}, and {given(args, 'seed')} makes another "
-                                "language; give that seed, or another file")
-    optimizer = _optimizer_of(state)
-    if optimizer not in (None, args.optimizer):
-        checkpoint.reject(args, f"is of --optimizer {optimizer}, whose state "
-                                f"{given(args, 'optimizer')} cannot use; give that optimizer, or "
-                                "another file")
     if len(state["epochs"]) > args.epochs:
         refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint "
                "has so many behind it", rank=1)
@@ -108,7 +99,7 @@ def save(model: nn.Module, opt: DistributedOptimizer, history: History, language
     states = [rpc.rpc_sync(local.owner(), _optimizer_state, args=(local,))
               for local in opt.remote_optimizers]
     checkpoint.save(args, {
-        "model": weights(model), "optimizers": states, "epochs": history.epochs, "seed": args.seed,
+        "model": weights(model), "optimizers": states, "epochs": history.epochs,
         "initial_val_loss": history.initial_val_loss, "vocabulary": language.vocabulary})
 
 
@@ -130,7 +121,7 @@ def restore(model: nn.Module, opt: DistributedOptimizer, rank: int,
     # The server's optimizer comes first, the LSTM's last, and only the first trainer has both.
     last_first = zip(reversed(opt.remote_optimizers), reversed(state["optimizers"]), strict=False)
     for local, saved in last_first:
-        rpc.rpc_sync(local.owner(), _load_optimizer_state, args=(local, saved, args.lr))
+        rpc.rpc_sync(local.owner(), _load_optimizer_state, args=(local, saved))
     if dist.is_initialized():
         # Or one trainer's backward could find that another has just loaded the tables.
         dist.barrier()
@@ -154,13 +145,6 @@ def _load_weights(part_rref: rpc.RRef, weights: dict[str, torch.Tensor]) -> None
     part_rref.local_value().load_state_dict(weights)
 
 
-def _optimizer_of(state: dict) -> str | None:
-    """Return whose state a checkpoint has: "sgd", "adam", or None if it has none."""
-    if not state.get("optimizers"):
-        return None
-    return "adam" if "betas" in _unpacked(state["optimizers"][0])["param_groups"][0] else "sgd"
-
-
 def _optimizer_state(optimizer_rref: rpc.RRef) -> bytes:
     """Pack an optimizer's state, where it is, as bytes: RPC carries no tensors on a GPU."""
     buffer = io.BytesIO()
@@ -168,13 +152,7 @@ def _optimizer_state(optimizer_rref: rpc.RRef) -> bytes:
     return buffer.getvalue()
 
 
-def _unpacked(saved: bytes) -> dict:
-    """Unpack such bytes, on the CPU."""
-    return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
-
-
-def _load_optimizer_state(optimizer_rref: rpc.RRef, saved: bytes, lr: float) -> None:
-    """Let an optimizer, where it is, go on from that state with the learning rate of this run."""
-    optimizer = optimizer_rref.local_value().optim
-    optimizer.load_state_dict(_unpacked(saved))
-    optimizer.param_groups[0]["lr"] = lr
+def _load_optimizer_state(optimizer_rref: rpc.RRef, saved: bytes) -> None:
+    """Let an optimizer, where it is, go on from that state."""
+    state = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+    optimizer_rref.local_value().optim.load_state_dict(state)

@@ -69,7 +69,7 @@ def test_half_a_file_is_removed(tmp_path):
 
 def test_not_saved_is_said_in_words(tmp_path):
     class Args:
-        example, checkpoint = "lesson", tmp_path / "none" / "run.pt"
+        example, settings, checkpoint = "lesson", {}, tmp_path / "none" / "run.pt"
 
     with pytest.raises(checkpoint.NotSavedError) as error:
         checkpoint.save(Args, {"epochs": 1})
@@ -84,7 +84,7 @@ def test_not_saved_is_said_in_words(tmp_path):
 def test_a_counter_that_counts_nothing(lesson, state, tmp_path, capsys):
     """One line, status 2, and the file stays."""
     class Args:
-        example, checkpoint, checkpoint_rank, resume, rank = lesson, tmp_path / "run.pt", 0, True, None
+        example, settings, checkpoint, checkpoint_rank, resume, rank = lesson, {}, tmp_path / "run.pt", 0, True, None
 
     torch.save({"example": lesson, **state}, Args.checkpoint)
     with pytest.raises(SystemExit) as stop:

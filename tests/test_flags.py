@@ -459,10 +459,6 @@ def test_open_files_limit_the_processes(stubbed, monkeypatch):
 # --- checkpoints
 
 
-def settings_of_elastic():
-    return {"dataset": "digits", "global_batch_size": 32, "lr": 0.02, "seed": 0}
-
-
 def rnn_state():
     weights = LocalRNNModel(ntoken=10, ninp=32, nhid=64, nlayers=1).state_dict()
     return {"model": weights, "vocabulary": None, "epochs": []}
@@ -476,8 +472,7 @@ CHECKPOINTS = {
     "param_server.main": lambda: {"model": param_server.Net().state_dict(), "epochs": 1},
     **{f"p2p_collectives.{name}": lambda: {"model": p2p_train.Net().state_dict(), "epochs": []}
        for name in ("train", "train_flat", "train_ddp")},
-    "ddp_basic.elastic": lambda: {"model": elastic.build_model(0).state_dict(),
-                                  "settings": settings_of_elastic()},
+    "ddp_basic.elastic": lambda: {"model": elastic.build_model(0).state_dict()},
 }
 
 
@@ -502,6 +497,23 @@ def test_resume_in_a_folder_that_cannot_be_written(name, stubbed, monkeypatch):
     assert refusal(name, flags, stubbed) == (
         "error: --checkpoint folder/run.pt must be a place where files can be written (folder: "
         "read-only file system)\n")
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_training_goes_on_with_its_flags(name, stubbed):
+    """Any other one is refused, but for how long it goes on, and where."""
+    argv = ["--seed", "3", "--lr", "0.01"]
+    settings = parser_of(name).parse_args([*argv, "--checkpoint", "other.pt"]).settings
+    assert {"seed", "lr"} <= settings.keys()
+    assert not settings.keys() & {"epochs", "max_episodes", "device", "world_size", "checkpoint", "resume"}
+    flags = save_and_resume(name, "run.pt", {**CHECKPOINTS[name](), "settings": settings})
+    assert outcome(name, [*flags, *argv, "--timeout", "9"], stubbed) == ("accepted", "")
+    assert refusal(name, [*flags, *argv, "--seed", "4"], stubbed) == (
+        "error: --seed 4 must be 3, as in --checkpoint run.pt\n")
+    for flag in settings.keys() - {"dataset"}:
+        other = {**settings, flag: 12345}
+        flags = save_and_resume(name, "run.pt", {**CHECKPOINTS[name](), "settings": other})
+        assert "must be 12345, as in --checkpoint run.pt" in refusal(name, [*flags, *argv], stubbed)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
