@@ -110,7 +110,7 @@ class Recorder(contextlib.ExitStack):
         def noted(barrier, *group, **options):
             nonlocal passed
             passed += 1
-            store().set(place(passed, dist.get_rank()), "")
+            store().add(place(passed, dist.get_rank()), 1)  # `set` does not wait until it is there
             return barrier(*group, **options)
 
         def all_had_come():

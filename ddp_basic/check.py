@@ -122,7 +122,8 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
         @recorder.around(dist, "barrier")
         def noted_barrier(barrier, *options, **more):
             seen.barriers += 1
-            store().set(f"{seen.demo}: rank {rank} is at barrier {seen.barriers}", "")
+            # `set` would not wait until it is there.
+            store().add(f"{seen.demo}: rank {rank} is at barrier {seen.barriers}", 1)
             return barrier(*options, **more)
 
         @recorder.around(lesson, "timed_steps")

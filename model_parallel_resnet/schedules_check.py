@@ -136,9 +136,9 @@ def joined(first: dict, second: dict) -> dict:
     """Join what both ranks have recorded of a step."""
     both = {**first, **second,
             "one at a time": first.get("one at a time") and second.get("one at a time")}
-    if first and second:
-        both |= {edge: choose(first[edge], second[edge])
-                 for edge, choose in (("started", min), ("ended", max))}
+    both |= {edge: choose(first[edge], second[edge])
+             for edge, choose in (("started", min), ("ended", max))
+             if edge in first and edge in second}
     for key in ("data", "weights", "statistics", "counts", "micro-batches"):
         both[key] = {**first.get(key, {}), **second.get(key, {})}
     return both

@@ -47,16 +47,16 @@ CHECKS = {
         "--envs_per_observer 4 --reward_threshold 4 --gamma 1": 13,
     },
     "ddp_basic.main": {
-        "--seed 7 --world_size 3 --steps 4 --local_batch_size 7 --lr 0.1 --slow_rank 1 --delay 0.15": 34,
-        "--world_size 1 --steps 1 --local_batch_size 1": 30,
+        "--seed 7 --world_size 3 --steps 4 --local_batch_size 7 --lr 0.1 --slow_rank 1 --delay 0.15": 35,
+        "--world_size 1 --steps 1 --local_batch_size 1": 31,
     },
     "ddp_basic.elastic": {
         "--seed 7 --world_size 3 --global_batch_size 48 --lr 0.05": 26,
         "--world_size 1 --global_batch_size 1437": 26,
     },
     "ddp_basic.fsdp": {
-        "--seed 7 --world_size 3 --layers 2 --width 20 --global_batch_size 33 --lr 0.01": 55,
-        "--world_size 5 --sharding full --model toy --global_batch_size 65": 35,
+        "--seed 7 --world_size 3 --layers 2 --width 20 --global_batch_size 33 --lr 0.01": 59,
+        "--world_size 5 --sharding full --model toy --global_batch_size 65": 39,
     },
     "ddp_rpc_hybrid.main": {
         f"{TABLE} --world_size 5": 19,
@@ -76,8 +76,8 @@ CHECKS = {
     "model_parallel_resnet.single_machine": {"--seed 7 --lr 0.03": 15},
     "p2p_collectives.init_methods": {"": 13, "--world_size 2 --method tcp": 5},
     "p2p_collectives.main": {"": 21, "--world_size 2": 21},
-    "p2p_collectives.ring_allreduce": {f"--seed 7 --world_size {ranks}": 50 for ranks in (1, 2, 5)},
-    "p2p_collectives.shared_memory": {"": 57, "--seed 7 --world_size 1": 57, "--world_size 3 --sizes 12000": 57},
+    "p2p_collectives.ring_allreduce": {f"--seed 7 --world_size {ranks}": 51 for ranks in (1, 2, 5)},
+    "p2p_collectives.shared_memory": {"": 74, "--seed 7 --world_size 1": 58, "--world_size 3 --sizes 12000": 66},
     "p2p_collectives.train": {
         "--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 23,
         "--world_size 2 --global_batch_size 1438 --momentum 0": 23,
@@ -85,13 +85,13 @@ CHECKS = {
     "p2p_collectives.train_flat": {"--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 23},
     "p2p_collectives.train_ddp": {"--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 23},
     "param_server.main": {
-        "--seed 7 --world_size 4 --batch_size 5 --lr 0.1": 17,
+        "--seed 7 --world_size 4 --batch_size 5 --lr 0.02": 17,
         "--world_size 2 --batch_size 1": 16,
     },
-    "param_server.async_server": {"--seed 7 --world_size 4 --batch_size 5 --lr 0.1": 17},
+    "param_server.async_server": {"--seed 7 --world_size 4 --batch_size 5 --lr 0.02": 17},
     "param_server.bounded_server": {
-        "--seed 7 --world_size 4 --batch_size 5 --lr 0.1 --max_staleness 2": 18,
-        "--max_staleness 0": 18,
+        "--seed 7 --world_size 4 --batch_size 5 --lr 0.02 --max_staleness 2": 18,
+        "--max_staleness 0": 19,
     },
     "param_server.batch_update": {UPDATES: 16, "--world_size 2 --arch resnet18 --batch_size 2 --num_classes 1": 16},
     "param_server.flat_update": {UPDATES: 16},
