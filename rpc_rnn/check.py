@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from rpc_rnn import comparison, data, results
+from rpc_rnn import comparison, data, results, saving
 from rpc_rnn import main as tutorial
 from rpc_rnn.comparison import PARTS, OfParts
 from rpc_rnn.main import role_name
@@ -198,11 +198,13 @@ class Seen:
 
     `initial`: its first weights. `entries`: a dict for each piece of text, of the training and of
     the validation: the tokens read, the state before them, the targets, the loss, and in training
-    the gradients and the weights after the step.
+    the gradients and the weights after the step. `together`: whether all trainers had loaded a
+    checkpoint before this one went on.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank, self.model, self.initial, self.entries = rank, None, None, []
+        self.together = False
 
     def begin(self, model: tutorial.RNNModel) -> None:
         """Look at a model that has just been made."""
@@ -289,15 +291,17 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
                 seen.begin(model)
 
             metrics = train(rank, world_size, args, model_class, *how)
-            mine = {"initial": seen.initial, "entries": seen.entries}
+            mine = {name: getattr(seen, name) for name in ("initial", "entries", "together")}
             everyone.extend(gathered(mine) if dist.is_initialized() else [mine])
             return metrics
 
-        @recorder.around(dist, "broadcast_object_list")
-        def receive_late(broadcast, *place, **options):
-            """Let all but the first trainer load the tables when that one could train already."""
-            broadcast(*place, **options)
-            time.sleep(PART_S * (rank > 1))
+        all_had_come = recorder.barriers()
+
+        @recorder.around(saving, "restore")
+        def restore(original, *place):
+            restored = original(*place)
+            seen.together = not dist.is_initialized() or all_had_come()
+            return restored
 
         @recorder.around(results, "evaluate")
         def late_evaluate(evaluate, *place):
@@ -323,6 +327,9 @@ def compare(recordings: list[dict], metrics: dict, args: Namespace) -> dict:
         comparison.hold_first_weights(found, recordings, names, args)
         alone = single_process(args, weights, shortened(language, args))
         if args.resume:
+            together = [recording["together"] for recording in recordings]
+            found.holds("restored", all(together), "all trainers had loaded the checkpoint before "
+                        f"one of them went on: {together}")
             # It begins with the second epoch; the loss before the first one is in the checkpoint.
             del alone["steps"][: EPOCHS - 1], alone["evaluations"][:EPOCHS]
         comparison.hold_training(found, recordings, names, alone["steps"])
