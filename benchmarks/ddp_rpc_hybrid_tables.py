@@ -1,8 +1,8 @@
 """Where should a table live: on a server, or spread over the trainers?
 
-`ddp_rpc_hybrid/main.py` and both exchanges of `sharded_table.py`, in turns, for tables of several
-sizes, with as many trainers each. Beside the steps per second, the memory of the process that holds
-most of the table: its rows, and the gradient that one backward pass makes of them.
+`main.py`, `sharded_table.py` and `sharded_table_dtensor.py` of ddp_rpc_hybrid, in turns, for tables
+of several sizes, with as many trainers each. Beside the steps per second, the memory of the process
+that holds most of the table: its rows, and the gradient that one backward pass makes of them.
 
     python -m benchmarks.ddp_rpc_hybrid_tables --rounds 3
 """
@@ -18,10 +18,9 @@ from tqdm import tqdm
 
 from ddp_rpc_hybrid.data import require_parts, require_tables
 
-SERVER, SHARDED = "ddp_rpc_hybrid.main", "ddp_rpc_hybrid.sharded_table"
-WAYS = {"server": (SERVER, []),
-        "all_to_all": (SHARDED, ["--exchange", "all_to_all"]),
-        "dtensor": (SHARDED, ["--exchange", "dtensor"])}
+SERVER = "ddp_rpc_hybrid.main"
+WAYS = {"server": SERVER, "all_to_all": "ddp_rpc_hybrid.sharded_table",
+        "dtensor": "ddp_rpc_hybrid.sharded_table_dtensor"}
 RUNS = [(way, gradient) for way in WAYS for gradient in ("dense", "sparse")
         if (way, gradient) != ("dtensor", "sparse")]  # which there is not
 COLUMNS = ("steps_per_s", "bytes_per_step", "table_bytes", "table_gradient_bytes", "held_mb")
@@ -56,11 +55,11 @@ def build_parser():
 
 def flags_of(way, gradient, rows, args):
     """The flags of one run, parsed by its program: what that refuses is refused here."""
-    program, flags = WAYS[way]
+    program = WAYS[way]
     processes = args.trainers + (2 if program == SERVER else 0)
     words = {"world_size": processes, "num_embeddings": rows, "epochs": args.epochs,
              "device": args.device, "seed": args.seed, "output_dir": args.output_dir}
-    flags = [*flags, *(word for name, value in words.items() for word in (f"--{name}", str(value)))]
+    flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     flags += ["--sparse"] if gradient == "sparse" else []
     parsed = importlib.import_module(program).build_parser().parse_args(flags)
     require = require_tables if program == SERVER else require_parts

@@ -54,13 +54,13 @@ def require_tables(args: Namespace, role_name: Callable[[int, int], str], share:
 
 
 def require_parts(args: Namespace, role_name: Callable[[int, int], str]) -> None:
-    """Refuse what sharded_table.py cannot spread over its trainers; see `require_tables`."""
+    """Refuse what cannot be spread over the trainers; see `require_tables`."""
     ranks, rows, dtensor = args.world_size, args.num_embeddings, args.exchange == "dtensor"
     if dtensor and args.sparse:
-        refuse("--sparse requires --exchange all_to_all: a DTensor has no sparse gradients")
+        refuse("--sparse requires sharded_table.py: a DTensor has no sparse gradients")
     if dtensor and rows <= (ranks - 1) * -(-rows // ranks):
         refuse(f"{given(args, 'num_embeddings', 'world_size')} leaves a trainer without rows, and "
-               f"--exchange dtensor needs some on each: a part has {-(-rows // ranks)}")
+               f"a DTensor needs some on each: a part has {-(-rows // ranks)}")
     gpus = torch.cuda.device_count()
     if args.device == "cuda" and gpus < len(ranks_here(args)):
         refuse(f"--device cuda must be cpu or auto: torch sees {gpus} GPUs, and here each trainer "

@@ -18,12 +18,13 @@ The server of main.py applies the trainers' steps of the table one by one, in an
 gradients of a step are added up and applied together, to the weights that all have looked up.
 
     python ddp_rpc_hybrid/sharded_table.py --world_size 2     N processes are N trainers
-    python ddp_rpc_hybrid/sharded_table.py --exchange dtensor
     python ddp_rpc_hybrid/sharded_table.py --check            the same numbers as one process?
     torchrun --nproc_per_node 2 ddp_rpc_hybrid/sharded_table.py
 
 It ends with, about:
     2 trainers, all_to_all: loss 2.50 -> 0.60, accuracy 15% -> 82% (chance 12%) | 206 steps/s ...
+
+sharded_table_dtensor.py does the same with torch's DTensor, which has the collectives inside.
 """
 
 from argparse import Namespace
@@ -34,7 +35,6 @@ from common.cli import Parser
 from common.program import run_program
 from common.session import backend_for, device_for, group_options
 from torch import nn, optim
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_rpc_hybrid import sharded_table_results as results
@@ -119,52 +119,16 @@ class AllToAllTable(nn.Module):
         return answers.view(self.world_size, len(offsets), -1).sum(dim=0)
 
 
-class DTensorTable(nn.Module):
-    """Has the same rows in a DTensor, whose Embedding has the collectives inside.
-
-    DTensor (torch 2.13) has no rule for EmbeddingBag, so the rows are added up here; and none for
-    sparse gradients: backward gathers the rows' gradients on all ranks, and each makes that of the
-    whole table. Arguments and `forward` as in AllToAllTable.
-    https://docs.pytorch.org/docs/stable/distributed.tensor.html
-    """
-
-    def __init__(self, table: torch.Tensor, rank: int, world_size: int, sparse: bool) -> None:
-        from torch.distributed.device_mesh import init_device_mesh  # half a second, only if needed
-        from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-        super().__init__()
-        self.world_size = world_size
-        mesh = init_device_mesh(table.device.type, (world_size,))
-        # All ranks put the same indices in, and get a part of the rows out: a reduce_scatter adds
-        # up what owners have found, and zeros of the others.
-        way = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
-        self.rows = parallelize_module(nn.Embedding.from_pretrained(table, freeze=False), mesh, way)
-
-    def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """See `AllToAllTable.forward`."""
-        # As many from each rank: shorter lists are filled up, with rows that nobody will use.
-        length = torch.tensor(len(indices), device=indices.device)
-        dist.all_reduce(length, op=dist.ReduceOp.MAX)
-        self.length = length.item()
-        everyones = [indices.new_empty(self.length) for _ in range(self.world_size)]
-        dist.all_gather(everyones, F.pad(indices, (0, self.length - len(indices))))
-        rows = self.rows(torch.cat(everyones))[: len(indices)]
-        sums = rows.new_zeros(len(offsets), rows.shape[1])
-        return sums.index_add(0, bags_of(indices, offsets), rows)
-
-
-TABLES = {"all_to_all": AllToAllTable, "dtensor": DTensorTable}
-
-
 class ShardedModel(nn.Module):
     """Computes what HybridModel of main.py does, with the table among the trainers, not by RPC."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, args: Namespace) -> None:
+    def __init__(self, rank: int, world_size: int, device: torch.device, args: Namespace,
+                 table_class: type[nn.Module]) -> None:
         super().__init__()
         # All ranks draw the whole table, that of main.py's server, and keep their part of it.
         torch.manual_seed(args.seed)
         table = nn.EmbeddingBag(args.num_embeddings, args.embedding_dim).weight.detach().to(device)
-        self.table = TABLES[args.exchange](table, rank, world_size, args.sparse)
+        self.table = table_class(table, rank, world_size, args.sparse)
         torch.manual_seed(args.seed)
         fc = nn.Linear(args.embedding_dim, args.num_classes).to(device)
         # DDP has the Linear alone: there is no second copy of the rows to average with.
@@ -181,10 +145,11 @@ def device_of_trainer(args: Namespace) -> torch.device:
     return torch.device("cpu") if backend_for(device) == "gloo" else device
 
 
-def train(rank: int, world_size: int, args: Namespace) -> dict:
+def train(rank: int, world_size: int, args: Namespace,
+          table_class: type[nn.Module] = AllToAllTable) -> dict:
     """Train this rank's part of the model; return the metrics of this trainer."""
     device = device_of_trainer(args)
-    model = ShardedModel(rank, world_size, device, args)
+    model = ShardedModel(rank, world_size, device, args, table_class)
     # Each rank steps what it has: its rows, and its replica of the Linear.
     opt = optim.SGD(model.parameters(), lr=args.lr, foreach=False)  # a DTensor beside tensors
     criterion = nn.CrossEntropyLoss()
@@ -208,23 +173,24 @@ def train(rank: int, world_size: int, args: Namespace) -> dict:
     return results.of_trainer(history, model)
 
 
-def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
+def run_worker(rank: int, world_size: int, args: Namespace,
+               table_class: type[nn.Module] = AllToAllTable) -> dict | None:
     """Join, train, leave; return the metrics of all trainers on rank 0."""
     dist.init_process_group(**group_options(args, device_of_trainer(args)), rank=rank,
                             world_size=world_size)
     trainers = [None] * world_size
-    dist.all_gather_object(trainers, train(rank, world_size, args))
+    dist.all_gather_object(trainers, train(rank, world_size, args, table_class))
     backend = dist.get_backend()
     dist.destroy_process_group()
     return {**results.over_trainers(trainers), "backend": backend} if rank == 0 else None
 
 
-def build_parser() -> Parser:
-    """Return the parser: the flags of main.py, and the exchange."""
-    parser = Parser("ddp_rpc_hybrid/sharded_table", __doc__, world_size=2)
+def build_parser(example: str = "ddp_rpc_hybrid/sharded_table",
+                 description: str = __doc__) -> Parser:
+    """Return the parser: the flags of main.py."""
+    parser = Parser(example, description, world_size=2)
     add_model_flags(parser)
-    parser.add_argument("--exchange", choices=TABLES, default="all_to_all",
-                        help="how rows and gradients travel")
+    parser.set_defaults(exchange="all_to_all")  # how rows and gradients travel, for the reports
     return parser
 
 

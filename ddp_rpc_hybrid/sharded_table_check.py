@@ -1,16 +1,18 @@
-"""The oracle of `sharded_table.py`: every number of every step, held against one process.
+"""The oracle of both sharded_table*.py: every number of every step, held against one process.
 
 That process has the whole table. It takes the gradients of all trainers' losses on the same
 weights, adds up those of the table, averages those of the dense part, and makes one step.
 
-The lesson trains in its own processes with each way of exchange, with dense and with sparse
-gradients, on a table that the trainers cannot divide evenly, and on one of which the last trainer
-owns nothing; in the first epoch all rows that are looked up are the first trainer's. PyTorch's
+The program trains in its own processes on a table that the trainers cannot divide evenly; that of
+sharded_table.py with dense and with sparse gradients, and on a table of which the last trainer owns
+nothing, too; in the first epoch all rows that are looked up are the first trainer's. PyTorch's
 hooks see what a step reads, computes and changes, a dispatch mode what each collective sends. All
 in float64.
 """
 
 import copy
+import functools
+import importlib
 import math
 import time
 from argparse import Namespace
@@ -145,8 +147,8 @@ def messages_of(rank: int, of_all: tuple[dict, ...], args: Namespace) -> dict[st
 # --- recorded
 
 
-def record(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Run the lesson once for each of `trainings_of`, recorded; return the findings on rank 0."""
+def record(program: str, rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run the program once for each of `trainings_of`, recorded; return the findings on rank 0."""
     torch.set_default_dtype(torch.float64)
     seen, everyone = Seen(rank, world_size), []
     with Recorder() as recorder:
@@ -154,13 +156,13 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
         recorder.on_step(after=seen.after_step)
 
         @recorder.around(lesson, "train")
-        def train_all(original, rank, world_size, args):
+        def train_all(original, rank, world_size, args, *table_class):
             metrics = {}
             for training, flags in trainings_of(args).items():
                 seen.begin(training, flags)
                 torch.manual_seed(rank)  # nothing may depend on what was drawn before
                 with seen.messages:
-                    metrics[training] = original(rank, world_size, flags)
+                    metrics[training] = original(rank, world_size, flags, *table_class)
             everyone.extend(gathered(seen.trainings))
             return metrics
 
@@ -176,7 +178,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
             return {training: original([of_one[training] for of_one in trainers])
                     for training in trainers[0]}
 
-        reported = lesson.run_worker(rank, world_size, args)
+        reported = importlib.import_module(program).run_worker(rank, world_size, args)
     return compare(reported, everyone, args) if rank == 0 else None
 
 
@@ -187,11 +189,12 @@ def trainings_of(args: Namespace) -> dict[str, Namespace]:
     """
     n = args.world_size
     uneven = max(2, args.num_embeddings // n + 1) * n - 1
-    trainings = {"dtensor": {"exchange": "dtensor", "sparse": False, "num_embeddings": uneven}}
+    trainings = {}
+    if args.exchange == "dtensor":
+        return {"dtensor": Namespace(**{**vars(args), "num_embeddings": uneven})}
     for table, rows in (("", uneven), (f", {SMALLEST_TABLE}", max(1, n - 1))):
         for gradient, sparse in (("", False), (" sparse", True)):
-            trainings[f"all_to_all{gradient}{table}"] = {
-                "exchange": "all_to_all", "sparse": sparse, "num_embeddings": rows}
+            trainings[f"all_to_all{gradient}{table}"] = {"sparse": sparse, "num_embeddings": rows}
     return {name: Namespace(**{**vars(args), **flags}) for name, flags in trainings.items()}
 
 
@@ -337,4 +340,5 @@ def hold_reported(findings: Comparison, training: str, metrics: dict,
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     """Print what was compared; return `{what: difference}` where it is reported, else None."""
     args.epochs, args.num_embeddings = EPOCHS, min(args.num_embeddings, MOST_ROWS)
-    return verdict(launch(record, args, program.role_name))
+    worker = functools.partial(record, program.__name__)
+    return verdict(launch(worker, args, lesson.role_name))

@@ -62,9 +62,10 @@ CHECKS = {
         f"{TABLE} --world_size 5": 19,
         "--world_size 3 --num_embeddings 1 --embedding_dim 1 --num_classes 2": 18,
     },
-    "ddp_rpc_hybrid.sharded_table": {
-        f"{TABLE} --world_size 3": 94,
-        "--world_size 2 --num_embeddings 2 --embedding_dim 1 --num_classes 2 --exchange dtensor": 94,
+    "ddp_rpc_hybrid.sharded_table": {f"{TABLE} --world_size 3": 76},
+    "ddp_rpc_hybrid.sharded_table_dtensor": {
+        f"{TABLE} --world_size 3".replace(" --sparse", ""): 18,
+        "--world_size 2 --num_embeddings 2 --embedding_dim 1 --num_classes 2": 18,
     },
     "model_parallel_resnet.main": {f"{SHARDS} --num_splits 1 3": 21},
     "model_parallel_resnet.early_backward": {f"{SHARDS} --num_splits 1 3": 21},
@@ -122,6 +123,7 @@ NOT_COMPARED = {  # flag, or (program, flag): why no row has it
     "--ranks_per_machine": "all of them",
     "--file": "test_two_terminals",
     "--devices": "needs GPUs",
+    ("ddp_rpc_hybrid.sharded_table_dtensor", "--sparse"): "refused",
     ("p2p_collectives.main", "--seed"): "nothing is drawn",
     ("p2p_collectives.init_methods", "--seed"): "nothing is drawn",
     **{(program, "--batch_size"): OWN for program in CHECKS if program.startswith("model_parallel_resnet.")},

@@ -65,6 +65,8 @@ PROGRAMS = [
             {"trainer1": "ddp_rpc_hybrid.main:HybridModel.forward", "ps": "torch.nn:EmbeddingBag.forward"}),
     Program("ddp_rpc_hybrid.sharded_table", "--epochs 100000", "trainer0 trainer1",
             {"trainer1": "ddp_rpc_hybrid.sharded_table:AllToAllTable.forward"}),
+    Program("ddp_rpc_hybrid.sharded_table_dtensor", "--epochs 100000", "trainer0 trainer1",
+            {"trainer1": "ddp_rpc_hybrid.sharded_table_dtensor:DTensorTable.forward"}),
     Program("param_server.main", "--epochs 100000", "parameter_server trainer1 trainer2",
             {"parameter_server": "param_server.main:ParameterServer.forward",
              "trainer2": "param_server.main:TrainerNet.forward"}),

@@ -57,6 +57,7 @@ PROGRAMS = {
     "ddp_basic.fsdp": [],
     "ddp_basic.main": [],
     "ddp_rpc_hybrid.main": [],
+    "ddp_rpc_hybrid.sharded_table_dtensor": [],
     "ddp_rpc_hybrid.sharded_table": [],
     "model_parallel_resnet.early_backward": [],
     "model_parallel_resnet.main": [],

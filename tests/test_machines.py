@@ -39,6 +39,7 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
     "batch_rl/main.py": ((1, 1), "--num_episode 1 --num_steps 20"),
     "ddp_rpc_hybrid/main.py": ((2, 2), "--epochs 2"),
     "ddp_rpc_hybrid/sharded_table.py": ((1, 1), "--epochs 2"),
+    "ddp_rpc_hybrid/sharded_table_dtensor.py": ((1, 1), "--epochs 2"),
     "param_server/main.py": ((1, 1), "--epochs 1"),
     "param_server/async_server.py": ((1, 1), "--epochs 1"),
     "param_server/bounded_server.py": ((1, 1), "--epochs 1"),

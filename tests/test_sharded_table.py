@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import ddp_rpc_hybrid_tables as tables
-from ddp_rpc_hybrid import sharded_table
+from ddp_rpc_hybrid import sharded_table, sharded_table_dtensor
 from tests.helpers import bad, run, script
 
 MAIN = "ddp_rpc_hybrid/sharded_table.py"
@@ -53,16 +53,21 @@ def test_a_training_that_diverges(capfd, tmp_path):
 @pytest.mark.parametrize(("flags", "says"), [
     bad("--world_size", "0", says=("--world_size", "'0'", "at least 1")),
     bad("--num_embeddings", "0", says=("--num_embeddings", "'0'", "at least 1")),
-    bad("--exchange", "rpc", says=("--exchange", "'rpc'", "all_to_all", "dtensor")),
-    bad("--exchange", "dtensor", "--sparse", says=("--sparse requires --exchange all_to_all",)),
-    bad("--exchange", "dtensor", "--num_embeddings", "4", "--world_size", "3",
-        says=("--num_embeddings 4 --world_size 3 leaves a trainer without rows", "a part has 2")),
-    bad("--exchange", "dtensor", "--num_embeddings", "1", says=("--num_embeddings 1", "without rows")),
     bad("--rank", "2", "--master_addr", "localhost", says=("--rank", "2", "below")),
     bad("--output_dir", "/dev/null", says=("--output_dir", "/dev/null", "written")),
 ])
 def test_bad_input(flags, says, refused):
     refused(sharded_table.main, flags, says)
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    bad("--sparse", says=("--sparse requires sharded_table.py",)),
+    bad("--num_embeddings", "4", "--world_size", "3",
+        says=("--num_embeddings 4 --world_size 3 leaves a trainer without rows", "a part has 2")),
+    bad("--num_embeddings", "1", says=("--num_embeddings 1", "without rows")),
+])
+def test_bad_input_of_a_dtensor(flags, says, refused):
+    refused(sharded_table_dtensor.main, flags, says)
 
 
 def test_each_trainer_needs_its_own_gpu(refused, monkeypatch):

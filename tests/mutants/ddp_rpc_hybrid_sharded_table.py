@@ -3,6 +3,7 @@
 from tests.mutants import Mutant
 
 MAIN = {"file": "ddp_rpc_hybrid/sharded_table.py"}
+DTENSOR = {"file": "ddp_rpc_hybrid/sharded_table_dtensor.py"}
 RESULTS = {"file": "ddp_rpc_hybrid/sharded_table_results.py", "program": "ddp_rpc_hybrid/sharded_table.py"}
 HANGS = ("--timeout", "10")
 
@@ -54,13 +55,13 @@ MUTANTS = [
     Mutant("replicas without DDP", **MAIN, check="dense gradient",
            old='DDP(fc, device_ids=[device] if device.type == "cuda" else None)', new="fc"),
     Mutant("the mean of a bag", **MAIN, check="all_to_all, sums", old='mode="sum"', new='mode="mean"'),
-    Mutant("DTensor: all trainers take the first one's rows", **MAIN, check="dtensor, sums",
+    Mutant("DTensor: all trainers take the first one's rows", **DTENSOR, check="dtensor, sums",
            old="output_layouts=Shard(0)", new="output_layouts=Replicate()"),
-    Mutant("DTensor: each looks up its own indices", **MAIN, check="dtensor, sums",
+    Mutant("DTensor: each looks up its own indices", **DTENSOR, check="dtensor, sums",
            old="self.rows(torch.cat(everyones))", new="self.rows(torch.cat(everyones[:1] * self.world_size))"),
-    Mutant("DTensor: a bag has its last row only", **MAIN, check="dtensor, sums",
+    Mutant("DTensor: a bag has its last row only", **DTENSOR, check="dtensor, sums",
            old="sums.index_add(0, ", new="sums.index_copy(0, "),
-    Mutant("DTensor: lists are cut to the shortest", **MAIN, check="dtensor, (sums|indices)|error", flags=HANGS,
+    Mutant("DTensor: lists are cut to the shortest", **DTENSOR, check="dtensor, (sums|indices)|error", flags=HANGS,
            old="dist.all_reduce(length, op=dist.ReduceOp.MAX)", new="dist.all_reduce(length, op=dist.ReduceOp.MIN)"),
     Mutant("what a trainer asks itself counts as sent", **RESULTS, check="reported bytes_per_step",
            old="(indices // table.part != rank).sum().item()", new="len(indices)"),
