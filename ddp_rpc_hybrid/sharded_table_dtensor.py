@@ -15,7 +15,7 @@ none for sparse gradients, so each trainer makes the gradient of the whole table
     torchrun --nproc_per_node 2 ddp_rpc_hybrid/sharded_table_dtensor.py
 
 It ends with, about:
-    2 trainers, dtensor: loss 2.50 -> 0.60, accuracy 15% -> 82% (chance 12%) | 150 steps/s ...
+    2 trainers, dtensor: loss 2.50 -> 0.60, accuracy 15% -> 82% (chance 12%) | ...
 """
 
 from argparse import Namespace
