@@ -121,7 +121,11 @@ def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> N
     expected = [of_batch * (1 if batch else args.world_size - 1) for batch in modes]
     used = [ep["forwards"] for ep in episodes]
     in_batches = [ep["batch"] for ep in episodes]
-    if not (findings.holds("episodes", in_batches == modes,
+    observers = [f"observer{rank}" for rank in range(1, args.world_size)]
+    environments = {len(ep[ob]["states"]) for ep in episodes for ob in observers}
+    if not (findings.holds("environments", environments == {args.envs_per_observer},
+                           f"each observer has {environments}, {args.envs_per_observer} expected")
+            and findings.holds("episodes", in_batches == modes,
                            f"in batches: {in_batches}, expected {modes}")
             and findings.holds("forwards", used == expected,
                                f"{used} of the policy with dropout, expected {expected}")):
@@ -131,7 +135,6 @@ def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> N
     with in_float64():
         alone = single_process(args, episodes)
     torch.set_num_threads(usual)
-    observers = [f"observer{rank}" for rank in range(1, args.world_size)]
     because = "the same seeds, the same draws"
     for what in ("states", "actions"):
         played = [[{ob: ep[ob][what] for ob in observers} for ep in side]

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -75,7 +75,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.demo, self.barriers, self.steps, self.step, self.loads = None, 0, {}, {}, []
-        self.left_behind, self.together = False, []
+        self.left_behind, self.together, self.delays = False, [], []
 
     def begin(self, demo: str) -> None:
         """Record another demo from now on."""
@@ -135,8 +135,14 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
                     is_at_barrier(other, seen.barriers) for other in range(world_size)))
                 hook.remove()
 
+            def sleep(seconds):
+                seen.delays.append(seconds)
+                time.sleep(seconds)
+
             hook = ddp_model.register_forward_pre_hook(first_forward)
-            return original(ddp_model, *given)
+            with mock.patch.object(lesson, "time", SimpleNamespace(
+                    perf_counter=time.perf_counter, sleep=sleep)):
+                return original(ddp_model, *given)
 
         @recorder.around(torch, "save")
         def latest_save(save, state, file, **options):
@@ -211,6 +217,9 @@ def compare(metrics: dict, everyone: list[Seen], left_behind: bool,
             findings.holds("skew, the clocks", together == [[True, True]] * args.world_size,
                            "of all ranks start behind one barrier, in both trainings; they did on "
                            f"each rank: {together}")
+            findings.equal("skew, delays", [one.delays for one in everyone], [
+                [0.0] * args.steps + [args.delay * (rank == args.slow_rank)] * args.steps
+                for rank in range(args.world_size)], "--delay on --slow_rank alone", "rank")
             compare_times(findings, metrics["skew"], args)
         else:
             compare_report(findings, demo, metrics[demo], [*losses_of(oracle), last])

@@ -105,10 +105,9 @@ class FastAgent(tutorial.Agent):
                 "generators": generators}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a `state_dict`, with the learning rate of this run."""
+        """Go on from a `state_dict`."""
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.param_groups[0]["lr"] = self.args.lr
         for ob_id, generator in self.generators.items():
             generator.set_state(state["generators"][ob_id])
 

@@ -23,32 +23,32 @@ ENVS = f"{RL} --envs sync --num_steps 30"
 CHECKS = {
     "rpc_rl.main": {
         f"{RL} --world_size 4 --total_steps_per_episode 36 --max_episodes 4 --truncation terminal": 13,
-        "--gamma 1 --world_size 2 --reward_threshold 2": 13,
+        "--seed 5 --gamma 0.5 --world_size 2 --reward_threshold 2": 13,
     },
     "rpc_rl.fast": {
         f"{RL} --world_size 4 --total_steps_per_episode 36 --max_episodes 4 --truncation terminal": 8,
         "--gamma 0 --world_size 2 --reward_threshold 2": 8,
     },
     "batch_rl.main": {
-        f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 17,
-        "--observers 1 --gamma 1": 17,
+        f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 18,
+        "--observers 1 --gamma 1": 18,
     },
-    "batch_rl.fast": {f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 17},
+    "batch_rl.fast": {f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 18},
     "batch_rl.vector": {
-        f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 13,
-        "--observers 2 --envs_per_observer 3 --gamma 1": 13,
+        f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 14,
+        "--observers 2 --envs_per_observer 3 --gamma 1": 14,
     },
     "batch_rl.double_buffering": {
-        f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 13,
-        "--observers 1 --envs_per_observer 2 --gamma 0": 13,
+        f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 14,
+        "--observers 1 --envs_per_observer 2 --gamma 0": 14,
     },
     "batch_rl.until_solved": {
-        f"{ENVS} --world_size 2 --envs_per_observer 5 --max_episodes 3": 13,
-        "--envs_per_observer 4 --reward_threshold 4 --gamma 1": 13,
+        f"{ENVS} --world_size 2 --envs_per_observer 5 --max_episodes 1": 14,
+        "--envs_per_observer 4 --reward_threshold 4 --gamma 1": 14,
     },
     "ddp_basic.main": {
-        "--seed 7 --world_size 3 --steps 4 --local_batch_size 7 --lr 0.1 --slow_rank 1 --delay 0.15": 35,
-        "--world_size 1 --steps 1 --local_batch_size 1": 31,
+        "--seed 7 --world_size 3 --steps 4 --local_batch_size 7 --lr 0.1 --slow_rank 1 --delay 0.15": 36,
+        "--world_size 1 --steps 1 --local_batch_size 1": 32,
     },
     "ddp_basic.elastic": {
         "--seed 7 --world_size 3 --global_batch_size 48 --lr 0.05": 26,
@@ -89,14 +89,14 @@ CHECKS = {
         "--seed 7 --world_size 4 --batch_size 5 --lr 0.02": 17,
         "--world_size 2 --batch_size 1": 16,
     },
-    "param_server.async_server": {"--seed 7 --world_size 4 --batch_size 5 --lr 0.02": 17},
+    "param_server.async_server": {"--seed 7 --world_size 4 --batch_size 5 --lr 0.02": 17, "--world_size 2": 16},
     "param_server.bounded_server": {
         "--seed 7 --world_size 4 --batch_size 5 --lr 0.02 --max_staleness 2": 18,
         "--max_staleness 0": 19,
     },
     "param_server.batch_update": {UPDATES: 16, "--world_size 2 --arch resnet18 --batch_size 2 --num_classes 1": 16},
     "param_server.flat_update": {UPDATES: 16},
-    "rpc_rnn.main": {f"{RNN} --nlayers 3 --dropout 0.5": 24, "--batch_size 1": 25},
+    "rpc_rnn.main": {f"{RNN} --nlayers 3 --dropout 0.5": 24, "--seed 7 --batch_size 1": 25},
     "rpc_rnn.prefetch": {f"{RNN} --nlayers 3 --dropout 0.5": 24},
     "rpc_rnn.several_trainers": {f"{RNN} --nlayers 3 --dropout 0.5 --world_size 4": 25},
 }
