@@ -89,7 +89,7 @@ CHECKS = {
         "--seed 7 --world_size 4 --batch_size 5 --lr 0.02": 17,
         "--world_size 2 --batch_size 1": 16,
     },
-    "param_server.async_server": {"--seed 7 --world_size 4 --batch_size 5 --lr 0.02": 17, "--world_size 2": 16},
+    "param_server.async_server": {"--seed 7 --world_size 4 --batch_size 5 --lr 0.02": 17},
     "param_server.bounded_server": {
         "--seed 7 --world_size 4 --batch_size 5 --lr 0.02 --max_staleness 2": 18,
         "--max_staleness 0": 19,
