@@ -105,7 +105,10 @@ def two_machines(round_trip_s=None, weather=None):
         for machine in machines:
             # The kernel takes up to a second. Until then libuv, and so RPC, sees no card.
             up = ("-n", machine.name, "link", "show", "eth0", "up")
+            deadline = time.monotonic() + 10
             while round_trip_s is None and "state UP" not in ip(*up).stdout:
+                if time.monotonic() > deadline:
+                    raise OSError("the network card of a namespace does not come up")
                 time.sleep(0.01)
         if round_trip_s is not None:
             stack.enter_context(long_cable(ends, round_trip_s / 2, weather))  # which writes to both

@@ -50,7 +50,8 @@ def load(args: Namespace, needs: Collection[str] = ()) -> dict:
     except Exception:  # whatever torch.load makes of bytes that it did not write
         state = None
     ours = isinstance(state, dict) and state.get("example") == args.example
-    if not ours or not state.keys() >= {*needs} or not _counts(state):
+    if (not ours or not state.keys() >= {*needs} or not _counts(state)
+            or not _plain(state.get("settings", {}))):
         reject(args, f"is not a whole checkpoint of {args.example}; give another file")
     return state
 
@@ -82,7 +83,7 @@ def require_settings(args: Namespace, settings: dict, where: str) -> None:
     """Refuse flags that are not those of the training that goes on; `where`: in words, its file."""
     for name, value in settings.items():
         if name in args.settings and args.settings[name] != value:
-            refuse(f"{given(args, name)} must be {value}, as in {where}")
+            refuse(f"{given(args, name)} must be {shortened(value)}, as in {where}")
 
 
 def reject(args: Namespace, why: str) -> NoReturn:
@@ -98,6 +99,12 @@ def _counts(state: dict) -> bool:
     return isinstance(history, (list, dict)) and all(
         isinstance(counter, list) or (type(counter) is int and counter >= 0)
         for counter in counters)
+
+
+def _plain(settings: object) -> bool:
+    """Return whether these can be the values of flags."""
+    return isinstance(settings, dict) and all(
+        value is None or isinstance(value, (bool, int, float, str)) for value in settings.values())
 
 
 def _shapes(weights: object) -> dict | None:

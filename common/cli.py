@@ -105,7 +105,8 @@ class Parser(PlainParser):
         self.add_argument("--checkpoint", type=Path, metavar="FILE",
                           help="save the training here (default: nowhere)")
         self.add_argument("--resume", action="store_true",
-                          help="continue from --checkpoint: with the same flags, but for how long")
+                          help="continue from --checkpoint, with the same flags: only how long, "
+                               "on how many ranks and where may differ")
 
     def parse_args(self, args: Sequence[str] | None = None,
                    namespace: argparse.Namespace | None = None) -> argparse.Namespace:

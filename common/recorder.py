@@ -93,36 +93,43 @@ class Recorder(contextlib.ExitStack):
 
         self.put(dist_autograd, "context", Context)
 
-    def barriers(self) -> Callable[[], bool]:
-        """Note who comes to each `dist.barrier()` of the default group, from now on.
-
-        Returns:
-            What right behind a barrier says whether it was one: whether this rank has passed a
-            barrier since the last question, and all ranks had come to it.
-        """
-        passed = asked = 0
-        store = dist.distributed_c10d._get_default_store  # of the group that there is then
-
-        def place(number, rank):
-            return f"barrier {number}: rank {rank}"
-
-        @self.around(dist, "barrier")
-        def noted(barrier, *group, **options):
-            nonlocal passed
-            passed += 1
-            store().add(place(passed, dist.get_rank()), 1)  # `set` does not wait until it is there
-            return barrier(*group, **options)
-
-        def all_had_come():
-            nonlocal asked
-            is_new, asked = passed > asked, passed
-            ranks = range(dist.get_world_size())
-            return is_new and store().check([place(passed, rank) for rank in ranks])
-
-        return all_had_come
-
     def _hooked(self, handle: RemovableHandle) -> None:
         self.callback(handle.remove)
+
+
+class Barriers:
+    """Notes who comes to each `dist.barrier()`, from now on; they are numbered from 1.
+
+    Attributes:
+        passed: how many this rank has come to.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.passed = self.asked = 0
+
+        @recorder.around(dist, "barrier")
+        def noted(barrier, *group, **options):
+            self.passed += 1
+            # `set` would not wait until it is there.
+            self._store().add(self._place(dist.get_rank(), self.passed), 1)
+            return barrier(*group, **options)
+
+    def has(self, rank: int, number: int) -> bool:
+        """Return whether a rank has come to the barrier of this number."""
+        return self._store().check([self._place(rank, number)])
+
+    def all_had_come(self) -> bool:
+        """Return whether this place is behind a barrier, another one than when last asked."""
+        is_new, self.asked = self.passed > self.asked, self.passed
+        return is_new and all(self.has(rank, self.passed) for rank in range(dist.get_world_size()))
+
+    @staticmethod
+    def _store() -> dist.Store:
+        return dist.distributed_c10d._get_default_store()  # of the group that there is now
+
+    @staticmethod
+    def _place(rank: int, number: int) -> str:
+        return f"rank {rank} is at barrier {number}"
 
 
 def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
-from common.recorder import Recorder, copies, gathered
+from common.recorder import Barriers, Recorder, copies, gathered
 from common.session import device_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -74,12 +74,12 @@ class Seen:
     """Keeps what one rank does in each step, by demo."""
 
     def __init__(self) -> None:
-        self.demo, self.barriers, self.steps, self.step, self.loads = None, 0, {}, {}, []
+        self.demo, self.steps, self.step, self.loads = None, {}, {}, []
         self.left_behind, self.together, self.delays = False, [], []
 
     def begin(self, demo: str) -> None:
         """Record another demo from now on."""
-        self.demo, self.barriers, self.steps[demo] = demo, 0, []
+        self.demo, self.steps[demo] = demo, []
 
     def forward(self, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
         """Record inputs, labels and loss, after the forward of any module."""
@@ -104,12 +104,8 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Run the lesson, recorded; rank 0 returns the findings."""
     torch.set_default_dtype(torch.float64)
     seen, everyone = Seen(), []
-    store = dist.distributed_c10d._get_default_store  # of the group that there is then
-
-    def is_at_barrier(other, number):
-        return store().check([f"{seen.demo}: rank {other} is at barrier {number}"])
-
     with Recorder() as recorder:
+        barriers = Barriers(recorder)
         recorder.on_forward(after=seen.forward)
         recorder.on_step(after=seen.stepped)
 
@@ -119,20 +115,10 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
             everyone.extend(gathered(seen))
             leave()
 
-        @recorder.around(dist, "barrier")
-        def noted_barrier(barrier, *options, **more):
-            seen.barriers += 1
-            # `set` would not wait until it is there.
-            store().add(f"{seen.demo}: rank {rank} is at barrier {seen.barriers}", 1)
-            return barrier(*options, **more)
-
         @recorder.around(lesson, "timed_steps")
         def timed_steps(original, ddp_model, *given):
-            before = seen.barriers
-
             def first_forward(*_):
-                seen.together.append(seen.barriers > before and all(
-                    is_at_barrier(other, seen.barriers) for other in range(world_size)))
+                seen.together.append(barriers.all_had_come())
                 hook.remove()
 
             def sleep(seconds):
@@ -148,7 +134,9 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
         def latest_save(save, state, file, **options):
             """Who does not wait for the file finds none: the others come first."""
             if isinstance(file, Path):  # tensors are pickled this way, too
-                wait_until(lambda: all(is_at_barrier(other, 1) for other in range(1, world_size)))
+                next_one = barriers.passed + 1
+                wait_until(lambda: all(barriers.has(other, next_one)
+                                       for other in range(1, world_size)))
             save(state, file, **options)
 
         @recorder.around(torch, "load")
@@ -157,7 +145,7 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
             if not isinstance(file, Path):
                 return load(file, **options)
             if rank > 0 and file.exists():
-                wait_until(lambda: is_at_barrier(0, 2) or not file.exists())
+                wait_until(lambda: barriers.has(0, barriers.passed + 1) or not file.exists())
             device = torch.device(options.get("map_location") or "meta")
             seen.loads.append([device == device_for(args.device), options.get("weights_only")])
             return load(file, **options)

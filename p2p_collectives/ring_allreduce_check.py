@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
-from common.recorder import Recorder, gathered
+from common.recorder import Barriers, Recorder, gathered
 
 from p2p_collectives import ring_allreduce as lesson
 from p2p_collectives.fast_ring import RingAllReduce
@@ -60,7 +60,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the lesson, recorded, once for each type; return the findings on rank 0."""
     calls, rows, everyone = [], {}, []
     with Recorder() as recorder:
-        messages, all_had_come = record_messages(recorder), recorder.barriers()
+        messages, barriers = record_messages(recorder), Barriers(recorder)
         recorder.put(lesson, "contribution", partial(numbers_of, seed=args.seed))
         recorder.put(lesson.results, "require_sum", lambda *_: None)  # of other numbers
 
@@ -82,7 +82,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
             def summed(tensor):
                 dtype, size = str(tensor.dtype).removeprefix("torch."), tensor.nbytes
                 repeat = counts[name, size] = counts.get((name, size), -1) + 1
-                together = all_had_come()
+                together = barriers.all_had_come()
                 began, first = time.perf_counter(), len(messages.sent)
                 all_reduce(tensor)
                 if rank == world_size - 1 and (dtype, size) == (TIMED, args.sizes[-1]):

@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
-from common.recorder import Recorder, gathered
+from common.recorder import Barriers, Recorder, gathered
 
 from p2p_collectives import shared_memory as lesson
 from p2p_collectives.messages import record_messages
@@ -73,7 +73,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     calls, rows, everyone = [], {}, []
     where, is_last, late = {}, rank == world_size - 1, [False]  # where: which run of `measure`
     with Recorder() as recorder:
-        messages, all_had_come = record_messages(recorder), recorder.barriers()
+        messages, barriers = record_messages(recorder), Barriers(recorder)
         recorder.put(lesson, "contribution", partial(numbers_of, seed=args.seed))
         recorder.put(lesson.results, "require_right", lambda *_: None)  # of other numbers
 
@@ -110,7 +110,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
             def called(tensor):
                 size = tensor.nbytes
                 repeat = counts[size] = counts.get(size, -1) + 1
-                late[0], together = is_last and repeat == 0, all_had_come()
+                late[0], together = is_last and repeat == 0, barriers.all_had_come()
                 if late[0]:
                     brought = tensor.clone()
                     tensor.fill_(GARBAGE)

@@ -311,7 +311,6 @@ def record_server(recorder: Recorder, args: Namespace) -> None:
     recorder.on_forward(before_forward, after_forward)
     recorder.around(lesson.SGD, "step")(step)
 
-
     @recorder.around(Bound, "may_read")
     def may_read(original, bound):
         """Leave time for another decision: only a lock keeps it out."""

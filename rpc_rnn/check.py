@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, verdict
-from common.recorder import Recorder, gathered, named_gradients, named_weights
+from common.recorder import Barriers, Recorder, gathered, named_gradients, named_weights
 from common.session import device_for
 from torch import nn
 from torch.distributed import rpc
@@ -295,12 +295,12 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
             everyone.extend(gathered(mine) if dist.is_initialized() else [mine])
             return metrics
 
-        all_had_come = recorder.barriers()
+        barriers = Barriers(recorder)
 
         @recorder.around(saving, "restore")
         def restore(original, *place):
             restored = original(*place)
-            seen.together = not dist.is_initialized() or all_had_come()
+            seen.together = dist.is_initialized() and barriers.all_had_come()
             return restored
 
         @recorder.around(results, "evaluate")
@@ -326,10 +326,11 @@ def compare(recordings: list[dict], metrics: dict, args: Namespace) -> dict:
     if comparison.hold_sizes(found, weights, expected):
         comparison.hold_first_weights(found, recordings, names, args)
         alone = single_process(args, weights, shortened(language, args))
-        if args.resume:
+        if args.resume and len(names) > 1:
             together = [recording["together"] for recording in recordings]
             found.holds("restored", all(together), "all trainers had loaded the checkpoint before "
                         f"one of them went on: {together}")
+        if args.resume:
             # It begins with the second epoch; the loss before the first one is in the checkpoint.
             del alone["steps"][: EPOCHS - 1], alone["evaluations"][:EPOCHS]
         comparison.hold_training(found, recordings, names, alone["steps"])
