@@ -79,7 +79,7 @@ def test_not_saved_is_said_in_words(tmp_path):
 @pytest.mark.parametrize(("lesson", "state"), [
     ("param_server", {"epochs": "3"}), ("param_server", {"epochs": None}), ("p2p_collectives", {"epochs": 1.5}),
     ("p2p_collectives", {"epochs": -1}), ("p2p_collectives", {"epochs": True}), ("ddp_basic", {"history": None}),
-    ("rpc_rl", {"history": {"episodes": "3"}}),
+    ("rpc_rl", {"history": {"episodes": "3"}}), ("rpc_rl", {"settings": None}), ("rpc_rl", {"settings": {"lr": torch.ones(2)}}),
 ], ids=str)
 def test_a_counter_that_counts_nothing(lesson, state, tmp_path, capsys):
     """One line, status 2, and the file stays."""
