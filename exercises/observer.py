@@ -1,7 +1,7 @@
 """In the copy of a lesson: each process writes, twice a second, where its threads are.
 
-The lesson's file imports this as `exercise_observer`; it imports nothing of the workbook. What it
-writes, `seen/<rank>.json`, is read by running.py.
+The lesson's file imports this as `exercise_observer`; it imports nothing of the workbook, and of
+`common` what lies in the copy. What it writes, `seen/<rank>.json`, is read by running.py.
 """
 
 import contextlib
@@ -11,8 +11,9 @@ import os
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
+
+from common.launcher.worker import stacks
 
 PERIOD_S = 0.5
 TREE = Path(__file__).parent
@@ -37,8 +38,8 @@ def state() -> dict:
     none: the launcher, or a program of one process.
     """
     threads = {}
-    for ident, frame in sys._current_frames().items():
-        stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(frame)]
+    for ident, frames in stacks().items():
+        stack = [(frame.f_code.co_filename, line) for frame, line in frames]
         lines = [(file, line) for file, line in stack if line and file.startswith(str(TREE))]
         if lines:
             threads[ident] = computed_s(ident), lines

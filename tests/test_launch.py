@@ -1,6 +1,7 @@
 """The start of the processes, whatever the example."""
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from common import cli, program
 from common.launcher import channel, environment, launch, start, watch
 from common.launcher.network import interface_towards, is_loopback
-from common.launcher.worker import exit_now, failure_of
+from common.launcher.worker import exit_now, failure_of, stacks
 from common.session import backend_for, group_options, wait_all
 
 from tests.helpers import run, script, torchrun
@@ -54,6 +55,36 @@ def test_state_of_a_worker():
     assert result["GLOO_SOCKET_IFNAME"] == result["TP_SOCKET_IFNAME"] in ("lo", "lo0")
     assert result["wall_s"] > 0
     assert "INIT_METHOD" not in os.environ  # the process that starts the others stays as it was
+
+
+def test_nothing_is_collected_while_stacks_are_read(monkeypatch):
+    """A collection lets other threads go on, and with Python 3.11 the frame that is being read may be gone."""
+    thresholds, collected, reading = gc.get_threshold(), [], []
+
+    class Garbage:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            collected.append(bool(reading))
+
+    def walk_stack(frame):
+        reading.append(frame)
+        Garbage()
+        kept = [[] for _ in range(100)]  # enough for a collection
+        yield frame, len(kept)
+        reading.clear()
+
+    monkeypatch.setattr("traceback.walk_stack", walk_stack)
+    try:
+        gc.set_threshold(1)
+        stacks()
+        assert gc.isenabled()
+        gc.collect()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert collected
+    assert not any(collected)
 
 
 def wait_for_ever(rank, world_size, args):

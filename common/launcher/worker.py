@@ -1,5 +1,6 @@
 """What a rank does beside its work: it beats, it reports its failure, it leaves."""
 
+import gc
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import threading
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
@@ -65,8 +66,10 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         """Beat until the end."""
         while True:
-            at = position() or self.status.get("at")  # the last one, while it ends
-            self.write(at=at, moved=[self.calls, *movement()])
+            frames = stacks()
+            at = position(frames) or self.status.get("at")  # the last one, while it ends
+            self.write(at=at, moved=[self.calls, *movement(frames)])
+            del frames  # and what they hold of the rank's
             if self.unwatched(BEAT_S):
                 self.write(failure=watch.Failure(self.rank, "ended: its launcher is gone"))
                 remove_leftovers([os.getpid()], self.args)
@@ -110,34 +113,53 @@ def is_ours(path: str) -> bool:
     return path.startswith(f"{ROOT}/") and not path.startswith(OWN) and "site-packages" not in path
 
 
-def position() -> str | None:
+def stacks() -> dict[int, list[tuple[FrameType, int]]]:
+    """Return the frames of each thread with their lines, the innermost first, by its identity.
+
+    Nothing is collected meanwhile: with Python 3.11, a collection inside of `frame.f_back` can let
+    that thread go on, and then the frame that is read is gone (seen: a rank that crashed).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        # CPython's, as in faulthandler; without it, messages would not tell where a rank waits.
+        return {thread: list(traceback.walk_stack(frame))
+                for thread, frame in sys._current_frames().items()}
+    finally:
+        if collects:
+            gc.enable()
+
+
+def position(frames: Mapping[int, list[tuple[FrameType, int]]]) -> str | None:
     """Return where this rank is, like `innermost`.
 
     That is where its main thread is; or, if that waits in `rpc.shutdown` until all are done, where
     a call of another rank is.
+
+    Args:
+        frames: of `stacks`.
     """
-    # CPython's, as in faulthandler; without it, messages would not tell where a rank waits.
-    frames = {thread: list(traceback.walk_stack(frame))
-              for thread, frame in sys._current_frames().items()}
-    main = frames.pop(threading.main_thread().ident)
-    calls = [frames[thread] for thread in frames if thread != threading.get_ident()]
-    waits = any(frame.f_code.co_name == "shutdown" for frame, _ in main)
-    found = [innermost(thread) for thread in ([*calls, main] if waits else [main])]
+    main, me = threading.main_thread().ident, threading.get_ident()
+    waits = any(frame.f_code.co_name == "shutdown" for frame, _ in frames[main])
+    calls = [frames[thread] for thread in frames if thread not in (main, me)] if waits else []
+    found = [innermost(thread) for thread in (*calls, frames[main])]
     return next(filter(None, found), None)
 
 
-def movement() -> list[int]:
+def movement(frames: Mapping[int, list[tuple[FrameType, int]]]) -> list[int]:
     """Return a list that stays the same as long as no Python thread of this process moves.
 
     It is the CPU time of the main thread, and where the others are: a call that spans a training
     runs in one of those.
+
+    Args:
+        frames: of `stacks`.
     """
     if not hasattr(time, "pthread_getcpuclockid"):  # macOS
         return [time.monotonic_ns()]
     main, me = threading.main_thread().ident, threading.get_ident()
-    places = [(thread, frame.f_lasti)
-              for thread, innermost_frame in sys._current_frames().items()
-              if thread not in (main, me) for frame, _ in traceback.walk_stack(innermost_frame)]
+    places = [(thread, frame.f_lasti) for thread in frames if thread not in (main, me)
+              for frame, _ in frames[thread]]
     return [time.clock_gettime_ns(time.pthread_getcpuclockid(main)), hash(tuple(places))]
 
 
