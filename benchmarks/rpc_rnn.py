@@ -2,8 +2,8 @@
 
 Models train in turns, a few steps each, within one run: a noisy machine cannot favour one.
 
-    this lesson    rref.rpc_sync().forward(...), and optimizers compiled to TorchScript
-    not compiled   the same with the optimizers that --checkpoint needs, and prefetch.py
+    this lesson    rref.rpc_sync().forward(...), and functional optimizers
+    not compiled   the same with ordinary optimizers, which --checkpoint and prefetch.py need
     prefetch       step, and look-up of the next piece, in one RPC (rpc_rnn/prefetch.py)
     the tutorial   _remote_method(...)
 

@@ -78,8 +78,8 @@ def _retrieve_embedding_parameters(emb_rref: RRef) -> list[RRef]:
 class SGD(optim.SGD):
     """Lets the trainers' steps take turns: `DistributedOptimizer` does not know this SGD.
 
-    What it knows it compiles to TorchScript, without a lock: then two steps of one table can run
-    at the same time, both read the old value of an entry, and one of the two updates is lost.
+    For one that it knows it has a functional form, which takes no lock: two steps of one table can
+    run at the same time, both read the old value of an entry, and one of the two updates is lost.
     """
 
 

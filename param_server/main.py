@@ -206,8 +206,8 @@ class TrainerNet(nn.Module):
 
 
 class SGD(optim.SGD):
-    """Steps in Python: `DistributedOptimizer` does not know the subclass."""
-    # Tutorial: optim.SGD, which is compiled to TorchScript: deprecated, and nothing can look on.
+    """Steps as an ordinary optimizer, under a lock: `DistributedOptimizer` does not know it."""
+    # Tutorial: optim.SGD, for which torch has a functional form. That takes no lock.
 
 
 def run_training_loop(

@@ -81,7 +81,7 @@ class PrefetchingModel(tutorial.RNNModel):
 
     def make_optimizer(self, args: Namespace) -> DistributedOptimizer:
         """Make an optimizer whose step also looks up what the model reads next."""
-        # One compiled to TorchScript would see no `.grad`.
+        # A functional one, which torch has for its own classes, would see no `.grad`.
         optimizer_class = OPTIMIZERS_WITH_STATE[args.optimizer]
         return PrefetchingOptimizer(self, optimizer_class, self.parameter_rrefs(), lr=args.lr)
 

@@ -18,9 +18,9 @@ from rpc_rnn.results import History
 class SGD(optim.SGD):
     """Steps as torch's, but `DistributedOptimizer` does not know it.
 
-    What it knows it compiles to TorchScript, which takes a tenth off the time of a step; but then
-    nobody can fetch the optimizer's state. Of a class that it does not know it makes ordinary
-    optimizers.
+    For one that it knows it has a functional form, whose state nobody can fetch (torch 2.13
+    compiles it to TorchScript, which takes a tenth off the time of a step). Of a class that it
+    does not know it makes ordinary optimizers.
     """
 
 
