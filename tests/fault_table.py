@@ -138,6 +138,9 @@ OF_A_LAUNCHER = {
                "フォークサーバーが凍結し、SIGTERM", status=130),
         Beside("tracker SIGKILL", "the resource tracker is killed", "リソーストラッカーがkillされる", status=0),
     ],
+    ("local", "connect"): [
+        Beside("launcher SIGKILL", "the launcher is killed", "ランチャーがkillされる", status=KILLED),
+    ],
     ("local", "run"): [
         Beside("launcher SIGKILL", "the launcher is killed", "ランチャーがkillされる", status=KILLED),
         Beside("launcher SIGSTOP, launcher SIGCONT", "Ctrl-Z, then fg", "Ctrl-Zのあとfg", status=0),

@@ -1,12 +1,13 @@
 """A program that stays in one of its phases, so that tests can disturb its processes just then.
 
-    python tests/phases.py [--phase import|run|shutdown] [--closed 012] flags of common.cli
+    python tests/phases.py [--phase import|connect|run|shutdown] [--closed 012] flags of common.cli
 
 It writes a file PHASE.in when it has got there, and goes on as soon as there is a file "go". In between, a rank with a
 file "exitR" ends with status 0. With --closed, standard input, output or errors are closed first, as by `>&-`.
 """
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -57,6 +58,16 @@ def main():
 
 if __name__ == "__mp_main__" and os.environ.get("PHASE") == "import":  # in the fork server
     wait("import")
+if __name__ == "__mp_main__" and os.environ.get("PHASE") == "connect":
+    find = socket.create_connection
+
+    def find_and_wait(*address, **options):
+        """Find that the store is there; it may be gone when the rank connects."""
+        found = find(*address, **options)
+        wait("connect")
+        return found
+
+    socket.create_connection = find_and_wait
 if __name__ == "__main__":
     for number in map(int, option("--closed", "")):  # as by `>&-`; Python then has None there
         os.close(number)

@@ -198,7 +198,7 @@ def test_fault_beside_the_ranks(way, phase, tmp_path):
                     later.append((run.pid, folder))
                 else:
                     os.kill(pid_of(who, run, folder, phase), getattr(signal, what))
-            if (row.status == 0 or phase == "import") and "SIGCONT" not in row.deeds:
+            if (row.status == 0 or phase in ("import", "connect")) and "SIGCONT" not in row.deeds:
                 (folder / "go").touch()
         problems = []
         for row, folder, of_row in runs:

@@ -373,12 +373,13 @@ def run_rank(index: int, run_worker: Callable, args: Namespace, ranks: list[int]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     launcher = multiprocessing.parent_process().sentinel
     host, _, port = init_method.removeprefix("tcp://").rpartition(":")
+    heartbeat = worker.Heartbeat(ranks[index], worker.unwatched_by(launcher), args)
+    heartbeat.start()
     try:
         store = channel.open_store(host, int(port))
     except (OSError, RuntimeError):  # the launcher has been killed
         worker.exit_now(1)
-    heartbeat = worker.Heartbeat(ranks[index], store, worker.unwatched_by(launcher), args)
-    heartbeat.start()
+    heartbeat.connect(store)
     worker.watch_calls(heartbeat)
     try:
         environment.enter(ranks[index], args.world_size, *_place(index, args, ranks), init_method,

@@ -40,9 +40,9 @@ def be_one_rank(run_worker: Callable, args: Namespace, names: list[str]) -> dict
     neighbours = range(me - local_rank, me - local_rank + local_world_size)
     address, listener, store = _meet(me, args, local_world_size == args.world_size)
     watcher = Watcher(me, args, names, neighbours, address, listener)
-    heartbeat = worker.Heartbeat(me, store or channel.open_store(*address), watcher.unwatched, args)
-    watcher.heartbeat = heartbeat
+    heartbeat = watcher.heartbeat = worker.Heartbeat(me, watcher.unwatched, args)
     heartbeat.start()
+    heartbeat.connect(store or channel.open_store(*address))
     worker.watch_calls(heartbeat)
     try:
         result = run_worker(me, args.world_size, args)

@@ -42,23 +42,31 @@ PLACE = re.compile(r'File "(.+?)", line (\d+)')  # in a traceback
 class Heartbeat(threading.Thread):
     """Writes every second that this rank lives, and where it is; ends it when nobody watches it.
 
+    The second of these begins before there is a store: whoever serves it may end while a rank
+    connects, and torch would go on trying for a minute.
+
     Args:
         rank: of this process.
-        store: where (`channel.open_store`).
         unwatched: `unwatched(seconds)` waits for so long, and returns whether the process that
             watches over this one is gone.
         args: the parsed flags.
     """
 
-    def __init__(self, rank: int, store: dist.Store, unwatched: Callable[[float], bool],
-                 args: Namespace) -> None:
+    def __init__(self, rank: int, unwatched: Callable[[float], bool], args: Namespace) -> None:
         super().__init__(daemon=True)
-        self.rank, self.store, self.unwatched, self.args = rank, ours(store), unwatched, args
+        self.rank, self.unwatched, self.args, self.store = rank, unwatched, args, None
         self.status = {"beat": 0, "failure": None, "left": False, "pieces": 0}
         self.lock, self.calls = threading.Lock(), 0  # calls: those of other ranks, over RPC
 
+    def connect(self, store: dist.Store) -> None:
+        """Write to this store from now on (`channel.open_store`)."""
+        self.store = ours(store)
+        self.write()
+
     def write(self, **changes: object) -> None:
         """Write how this rank is, with `changes` in it. Without a store, nobody reads it."""
+        if self.store is None:
+            return
         with self.lock, suppress(RuntimeError):
             self.status |= {"beat": self.status["beat"] + 1, **changes}
             self.store.set(f"rank/{self.rank}", json.dumps(self.status))
