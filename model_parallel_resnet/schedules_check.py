@@ -18,6 +18,7 @@ import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import verdict
 from common.recorder import Recorder, copies, gathered
+from common.tracing import timeline
 from torch import nn
 
 from model_parallel_resnet import check as oracle
@@ -76,8 +77,34 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     made, expected = seen.join(of_ranks), len(args.num_splits) * (1 + args.num_batches)
     found = oracle.compare(seen, metrics, args, args.schedule, lesson.STAGES, len(places[0]))
     found.equal("steps", made, [expected] * 2, "that the optimizer has made", "stage")
+    found.equal("in flight", [step.get("in flight") for step in seen.ours],
+                [{role: most_in_flight(args.schedule, rank, step["splits"])
+                  for rank, role in enumerate(lesson.STAGES)} for step in seen.theirs],
+                "micro-batches of which a rank kept the activations at a time, at most", "step")
     oracle.hold_layers(found, *layers)
     return found.as_dict()
+
+
+def most_in_flight(schedule: str, rank: int, splits: int) -> int:
+    """Return of how many micro-batches a rank keeps the activations at a time, at most.
+
+    A schedule is known by it: the gradients are the same with each.
+
+    Args:
+        schedule: of `--schedule`.
+        rank: which.
+        splits: micro-batches of a step.
+    """
+    if schedule == "gpipe" or schedule == "1f1b" and splits == 1:
+        return splits  # all of them: nobody goes back before the last one has come
+    behind = len(lesson.STAGES) - 1 - rank  # ranks; each lets one more come in
+    if schedule == "1f1b":
+        return min(splits, behind + 1)
+    if schedule == "zero_bubble_v":  # with two, the first is back before the second is at the end
+        return 3 if splits == 2 and behind else min(2 * splits, 4)
+    at_a_time = splits // max(1, splits // 2)  # go through the first quarter, then the other one
+    steps = {"interleaved": 2, "zero_bubble": 1}[schedule]
+    return min(2 * splits, at_a_time + steps * behind + 1)
 
 
 class OnRank(StepByStep):
@@ -95,6 +122,7 @@ class OnRank(StepByStep):
         super().__init__([f"{lesson.STAGES[rank]} part {stage}" for stage in stages], alone)
         self.role, self.stages, self.last = lesson.STAGES[rank], stages, len(layers) - 1
         self.layers = [name for stage in stages for name in layers[stage]]
+        self.read = 0  # spans
         self.models = {stage: nn.Module() for stage in stages}  # until they are made
 
     def before(self, module: nn.Module, inputs: tuple) -> None:
@@ -120,11 +148,20 @@ class OnRank(StepByStep):
                             if name in self.now}
         if "outputs" in self.now:
             self.now["outputs"] = torch.cat(self.now["outputs"])
+        self.now["in flight"] = {self.role: self.most_in_flight()}
         states = [state(self.models[stage]) for stage in self.stages]
         for name, stage, of_stage in zip(self.workers, self.stages, states, strict=True):
             of_stage["spans"] = {name: [span for span in of_stage["spans"][self.role]
                                         if span["labels"].get("stage") == stage]}
         self.add_step(states, self.layers)
+
+    def most_in_flight(self) -> int:
+        """Return of how many micro-batches this rank has kept the activations, in this step."""
+        new = timeline.recorded()[self.role][self.read :]
+        self.read += len(new)
+        changes = {"forward": 1, "backward": -1}
+        return max(itertools.accumulate(changes.get(span["kind"], 0) for span in
+                                        sorted(new, key=lambda span: span["start"])))
 
     def join(self, of_ranks: list[tuple[list[dict], list[dict]]]) -> list[int]:
         """Take what both ranks have recorded; return the numbers of steps that they have made."""
@@ -142,6 +179,6 @@ def joined(first: dict, second: dict) -> dict:
     both |= {edge: choose(first[edge], second[edge])
              for edge, choose in (("started", min), ("ended", max))
              if edge in first and edge in second}
-    for key in ("data", "weights", "statistics", "counts", "micro-batches"):
+    for key in ("data", "in flight", "weights", "statistics", "counts", "micro-batches"):
         both[key] = {**first.get(key, {}), **second.get(key, {})}
     return both

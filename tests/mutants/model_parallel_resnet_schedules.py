@@ -36,6 +36,8 @@ MUTANTS = [
            "weights|error", "zero_bubble", "model_parallel_resnet/measuring.py"),
     mutant("loop where the schedule wants a V", "ScheduleZBVZeroBubble, V)", "ScheduleZBVZeroBubble, LOOP)",
            "error|steps|micro-batches", "zero_bubble_v"),
+    mutant("all forwards first, where one goes back as soon as it can", '"1f1b": (Schedule1F1B,', '"1f1b": (ScheduleGPipe,',
+           "in flight", "1f1b"),
     mutant("the first quarter twice", "    return layers[cut:] if stage % 2 else layers[:cut]\n",
            "    return layers[:cut] if stage % 2 == 0 or stage == 1 else layers[cut:]\n", "error|weights", "zero_bubble"),
 ]
