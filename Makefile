@@ -1,6 +1,7 @@
 # make demo    CartPole over RPC, trained until solved (two or three minutes on 2 cores, after the installation)
 # make quick   the tests that one runs after each edit
-# make test    the whole test suite, on the CPU
+# make test    the test suite, on the CPU: of each mechanism one row for each kind of program
+# make test-all  every row for every program, as to be run each night (half an hour)
 # make soak    kills, full disks, many runs at once, again and again (20 minutes); writes docs/reliability.md
 # make mutants realistic mistakes, one at a time: does --check see them?
 # make learn   the workbook: write a part of a lesson, and its oracle judges it (exercises/README.md)
@@ -11,7 +12,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo quick test soak mutants learn learn-check lint bench docs-check clean
+.PHONY: demo quick test test-all soak mutants learn learn-check lint bench docs-check clean
 
 demo: .venv/ready
 	$(BIN)/python rpc_rl/main.py --world_size 3
@@ -21,6 +22,9 @@ quick: .venv/ready
 
 test: .venv/ready
 	$(BIN)/python -m pytest
+
+test-all: .venv/ready
+	$(BIN)/python -m pytest -m 'not soak and not learn'
 
 soak: .venv/ready
 	$(BIN)/python -m benchmarks.soak
