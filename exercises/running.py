@@ -18,7 +18,7 @@ from exercises.overlay import Copy, Line
 LIMIT_S = 60.0  # for a run on a slow machine; on two cores none takes longer than 20 s
 STANDSTILL_S = 5.0  # all ranks wait for so long: nothing will ever happen
 LOOP_S = 10.0  # a thread has been in the learner's function for so long, which is a matter of ms
-BUSY = 0.01  # a thread that has computed for more of the time does not wait, however busy the machine
+BUSY = 0.01  # a thread that computes for more of the time does not wait, on a busy machine, too
 POLL_S = 0.1
 
 
