@@ -315,7 +315,7 @@ def test_threads_under_torchrun(setting, expected, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     result = run(torchrun(2, tmp_path / "threads.py"), tmp_path, cold=True,
                  env={**environment, **({"OMP_NUM_THREADS": setting} if setting else {})})
-    assert result.stdout.split() == ["threads", str(expected)] * 2, result.stderr
+    assert result.stdout.splitlines() == [f"threads {expected}"] * 2, (result.stdout, result.stderr)
 
 
 # --- a manual launch that does not come together
