@@ -4,10 +4,14 @@ import ast
 import graphlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from common.program import belonging_to
+
+from tests.conftest import NEVER, SOME
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = [
@@ -187,3 +191,16 @@ def test_every_cell_has_its_row():
             else:
                 named = {name for row in found for name in row.get("names", {})}
                 assert set(cell["defines"]) <= named, (notebook["chapter"], cell)
+
+
+def test_rows_of_make_test():
+    """Each entry of SOME leaves rows out, and keeps one: a test that is renamed would never run, or always whole."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q", "-m", "not learn", "tests"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    tests = [line.removeprefix("tests/") for line in listed.splitlines() if "::" in line]
+    for name, kept in SOME.items():
+        rows = [re.match(kept, row.removesuffix("]")) for place, _, row in (test.partition("[") for test in tests)
+                if f"/{place}".endswith((f"/{name}", f"::{name}"))]
+        assert rows, name
+        assert not all(rows), name
+        assert any(rows) or kept == NEVER, name
