@@ -1,4 +1,4 @@
-# make demo    CartPole over RPC, trained until solved (two or three minutes on 2 cores, after the installation)
+# make demo    CartPole over RPC, trained until solved (two to four minutes on 2 cores, after the installation)
 # make quick   the tests that one runs after each edit
 # make test    the test suite, on the CPU: of each mechanism one row for each kind of program
 # make test-all  every row for every program, as to be run each night (half an hour)
