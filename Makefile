@@ -6,13 +6,16 @@
 # make mutants realistic mistakes, one at a time: does --check see them?
 # make learn   the workbook: write a part of a lesson, and its oracle judges it (exercises/README.md)
 # make learn-check  do all exercises fail as shipped, and pass when they are solved?
+# make compat  every supported torch, in environments of their own (an hour, 30 GB); writes docs/compatibility.md
+# make gpu     every program on the GPU of this machine (half an hour); writes docs/measurements/gpu.md
+# make site    the pages as a site in both languages, outputs/site/index.html (half a minute; needs npm)
 # make lint    ruff
 # make bench   the numbers of the pages, measured again (about two hours)
 # make docs-check  do the pages say what the code and docs/results/ say? Part of make test
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo quick test test-all soak mutants learn learn-check lint bench docs-check clean
+.PHONY: demo quick test test-all soak mutants learn learn-check compat gpu site lint bench docs-check clean
 
 demo: .venv/ready
 	$(BIN)/python rpc_rl/main.py --world_size 3
@@ -38,6 +41,15 @@ learn: .venv/ready
 learn-check: .venv/ready
 	$(BIN)/python -m pytest -m learn -n 3 --dist worksteal tests/test_exercises.py
 
+compat: .venv/ready
+	$(BIN)/python -m benchmarks.compat
+
+gpu: .venv/ready
+	$(BIN)/python -m benchmarks.compat --gpu
+
+site: .venv/ready
+	$(BIN)/python site/build.py
+
 lint: .venv/ready
 	$(BIN)/ruff check .
 
@@ -54,4 +66,4 @@ docs-check: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv outputs
+	rm -rf .venv .compat outputs

@@ -11,6 +11,7 @@ right rate.
 """
 
 import argparse
+import importlib
 import math
 import statistics
 from types import ModuleType
@@ -19,17 +20,24 @@ import gymnasium as gym
 import numpy as np
 import torch
 from common.launcher import launch
-from common.oracle import Comparison, in_float64, verdict
+from common.oracle import Comparison, verdict
+from common.recorder import Recorder
 from torch import nn
 
-from batch_rl import results
+from batch_rl import main as lesson
+from batch_rl import results, vector
+from batch_rl.double_buffering import DoubleBufferedAgent
+from batch_rl.fast import FastAgent
 from batch_rl.play_check import N_STEPS, as_vector, one_by_one
-from batch_rl.recording import TIME_LIMIT, DistinctRewards, record
+from batch_rl.recording import TIME_LIMIT, DistinctRewards, record_agent, record_environments
 
 # At most, whatever the flags are:
 NUM_EPISODE = 3  # to compare, after a warm-up
 EPISODES, THRESHOLD = 8, 10.0  # to train, and a running reward that they pass earlier
 SIGMAS = 6  # two random choices in a billion are further from what is expected
+AGENTS = {"batch_rl.main": lesson.Agent, "batch_rl.fast": FastAgent,
+          "batch_rl.vector": vector.VectorAgent, "batch_rl.until_solved": vector.VectorAgent,
+          "batch_rl.double_buffering": DoubleBufferedAgent}  # of each program
 
 
 def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
@@ -40,7 +48,7 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
         run: its episodes: whether they were in batches; and without, their masks and actions.
 
     Returns:
-        A dict for each episode, with what `record` has of it.
+        A dict for each episode, with what `record_agent` has of it.
     """
     torch.manual_seed(args.seed)
     hidden, output = nn.Linear(4, 128), nn.Linear(128, 2)
@@ -69,32 +77,42 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
         adam.zero_grad()
         loss = -(log_probs * (returns - returns.mean()) / spread).sum() / len(ranks)
         loss.backward()
-        gradients = {name: p.grad.tolist() for name, p in named.items()}
         adam.step()
         ep_reward = sum(played[where]["lengths"][0] for where in envs) / len(envs)
         running_reward = (running_reward + ep_reward) / 2
         steps = [len(played[where]["actions"]) for where in envs]
         episodes.append({
             "batch": batch, "reward": ep_reward, "running_reward": running_reward,
-            "returns": [of_env.tolist() for of_env in returns.split(steps)],
-            "log_probs": [of_env.tolist() for of_env in log_probs.detach().split(steps)],
-            "loss": loss.item(), "gradients": gradients,
-            "weights": {name: p.tolist() for name, p in named.items()},
+            "returns": returns.split(steps), "log_probs": log_probs.detach().split(steps),
+            "loss": loss.item(),
+            "gradients": {name: p.grad.clone() for name, p in named.items()},
+            "weights": {name: p.detach().clone() for name, p in named.items()},
             **{f"observer{rank}": {what: [played[rank, k][what] for k in range(n_envs)]
                                    for what in ("states", "actions", "p_right")}
                for rank in ranks}})
     return episodes
 
 
+def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
+    """Run `args.program`, recorded; rank 0 returns the findings."""
+    torch.set_default_dtype(torch.float64)
+    program, episodes = importlib.import_module(args.program), []
+    with Recorder() as recorder:
+        if rank > 0:
+            record_environments(recorder, rank)
+        else:
+            record_agent(recorder, AGENTS[args.program], episodes)
+            if args.timed:
+                # The n-th episode takes n seconds of this clock, which looks at what is done.
+                recorder.put(lesson.time, "perf_counter", lambda: sum(range(1, len(episodes) + 1)))
+        run = program.run_worker(rank, world_size, args)
+    return compare(run, episodes, args) if rank == 0 else None
+
+
 def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
-    """Hold a run of a program against one process.
+    """Print what was compared; return `{what: difference}` where it is reported, else None.
 
-    Args:
-        program: the module; it times episodes, or trains if it has `train`.
-        args: its flags.
-
-    Returns:
-        The differences in the process that reports, else None.
+    A program times episodes, or trains if it has `train`.
     """
     name = program.__name__
     flags = argparse.Namespace(**{
@@ -105,17 +123,12 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | N
         "num_episode": min(getattr(args, "num_episode", 0), NUM_EPISODE),
         "max_episodes": min(getattr(args, "max_episodes", 0), EPISODES),
         "reward_threshold": min(getattr(args, "reward_threshold", 0), THRESHOLD)})
-    recorded = launch(record, flags, program.role_name)
-    if recorded is None:
-        return None
+    return verdict(launch(record, flags, program.role_name))
+
+
+def compare(run: dict, episodes: list[dict], args: argparse.Namespace) -> dict:
+    """Hold what the program returned, and its episodes, against one process."""
     findings = Comparison(f"{args.world_size} processes")
-    compare(findings, recorded, flags)
-    return verdict(findings.as_dict())
-
-
-def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> None:
-    """Hold what `record` returned against one process."""
-    episodes = recorded["episodes"]
     modes = [True, False] * (1 + args.num_episode) if args.timed else [True] * len(episodes)
     of_batch = max(1, args.n_groups) * args.num_steps
     expected = [of_batch * (1 if batch else args.world_size - 1) for batch in modes]
@@ -129,12 +142,10 @@ def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> N
                            f"in batches: {in_batches}, expected {modes}")
             and findings.holds("forwards", used == expected,
                                f"{used} of the policy with dropout, expected {expected}")):
-        return  # nothing to play again with
-    usual = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are tiny: a second thread would only wait, and take a core
-    with in_float64():
-        alone = single_process(args, episodes)
-    torch.set_num_threads(usual)
+        return findings.as_dict()  # nothing to play again with
+    findings.holds("lock", not any(ep["locked"] for ep in episodes), "in each episode, held in "
+                   f"{[ep['locked'] for ep in episodes]} calls of set_result")
+    alone = single_process(args, episodes)
     because = "the same seeds, the same draws"
     for what in ("states", "actions"):
         played = [[{ob: ep[ob][what] for ob in observers} for ep in side]
@@ -152,18 +163,30 @@ def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> N
                        f"after {len(alone)} episodes of at most {args.max_episodes}, with a "
                        f"running reward of {alone[-1]['running_reward']:.2f}, solved above "
                        f"{args.reward_threshold:g}")
-        hold_training(findings, recorded["run"], alone, args, solved)
-        return
+        expected = {"episodes": len(alone), "solved": int(solved),
+                    "env_steps": sum(steps_of(ep, args) for ep in alone),
+                    "rewards": [ep["reward"] for ep in alone],
+                    "running_rewards": [ep["running_reward"] for ep in alone]}
+        findings.close("metrics", [{what: run[what] for what in expected}], [expected], 1e-12,
+                       "what metrics.json has", "training")
+        return findings.as_dict()
     if not args.n_groups:
         hold_randomness(findings, [ep for ep in episodes if not ep["batch"]],
                         [ep for ep in alone if not ep["batch"]], observers)
-    hold_times(findings, recorded["run"]["timed"], alone, args)
+    hold_times(findings, run["timed"], alone, args)
+    return findings.as_dict()
+
+
+def steps_of(episode: dict, args: argparse.Namespace) -> int:
+    """Count the steps that all environments made in an episode."""
+    return sum(len(actions) for rank in range(1, args.world_size)
+               for actions in episode[f"observer{rank}"]["actions"])
 
 
 def hold_randomness(findings: Comparison, run: list[dict], alone: list[dict],
                     observers: list[str]) -> None:
     """Hold draws without batches, which depend on who asks first, as what they are: random."""
-    masks = torch.tensor([ep["masks"][who] for ep in run for who in ep["masks"]]).flatten(0, -2)
+    masks = torch.cat([mask for ep in run for of in ep["masks"].values() for mask in of])
     share, bound = (masks > 0).double().mean().item(), SIGMAS * math.sqrt(0.24 / masks.numel())
     findings.holds("dropout rate", abs(share - 0.4) < bound,
                    f"{share:.3f} of {masks.numel()} hidden units were kept, 0.4 +- {bound:.3f}")
@@ -184,8 +207,7 @@ def hold_randomness(findings: Comparison, run: list[dict], alone: list[dict],
 def hold_times(findings: Comparison, timed: dict[str, list], alone: list[dict],
                args: argparse.Namespace) -> None:
     """Hold the measurements: each in its row, without the warm-up, as steps per second."""
-    played = [sum(map(len, (actions for rank in range(1, args.world_size)
-                            for actions in ep[f"observer{rank}"]["actions"]))) for ep in alone]
+    played = [steps_of(ep, args) for ep in alone]
     expected = {  # episode n, counted from 1, takes n seconds of the clock
         mode: [(2 * i + first, played[2 * i + first - 1]) for i in range(1, 1 + args.num_episode)]
         for mode, first in (("batched", 1), ("single", 2))}
@@ -199,24 +221,3 @@ def hold_times(findings: Comparison, timed: dict[str, list], alone: list[dict],
     reported = {row["mode"]: row["env_steps_per_s"] for row in table["rows"]}
     reported["speed-up"] = table["speedup"][observers]
     findings.close("table", [reported], [middle], 1e-12, "steps / seconds, median", "run")
-
-
-def hold_training(findings: Comparison, run: dict, alone: list[dict], args: argparse.Namespace,
-                  solved: bool) -> None:
-    """Hold what metrics.json has of a training.
-
-    Args:
-        findings: where to.
-        run: what the program returned.
-        alone: the oracle's episodes.
-        args: the flags of the run.
-        solved: whether the oracle's training was.
-    """
-    steps = sum(len(actions) for ep in alone for rank in range(1, args.world_size)
-                for actions in ep[f"observer{rank}"]["actions"])
-    expected = {"episodes": len(alone), "env_steps": steps, "solved": int(solved),
-                "rewards": [ep["reward"] for ep in alone],
-                "running_rewards": [ep["running_reward"] for ep in alone]}
-    reported = {what: run[what] for what in expected}
-    findings.close("metrics", [reported], [expected], 1e-12, "what metrics.json has",
-                   "training")

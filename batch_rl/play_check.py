@@ -51,7 +51,7 @@ def one_by_one(envs: Envs, layers: tuple[nn.Linear, nn.Linear], args: argparse.N
         if batch:
             x = nn.functional.dropout(x, 0.6)
         else:
-            x = x * torch.tensor([run["masks"][str(rank - 1)][step] for rank in ranks])
+            x = x * torch.stack([run["masks"][rank - 1][step] for rank in ranks])
             torch.bernoulli(torch.empty_like(x), 0.4)  # as many draws as the requests made
         p = torch.softmax(output(torch.relu(x)), dim=-1)
         drawn = torch.multinomial(p.detach().reshape(-1, 2), 1).view(len(ranks), n_envs)

@@ -13,8 +13,6 @@ what lets a short run show every mistake:
   is seen.
 """
 
-import argparse
-import importlib
 import threading
 import time
 from unittest import mock
@@ -29,16 +27,10 @@ from torch.distributed import rpc
 
 from batch_rl import main as lesson
 from batch_rl import vector
-from batch_rl.double_buffering import DoubleBufferedAgent
-from batch_rl.fast import FastAgent
 
 TIME_LIMIT = 13  # steps, of observer1's environments
 ROWS = 100  # states in a piece of the training
-SLOW_STEPS, SLOW_S = 3, 0.02  # of each episode in batches
-
-AGENTS = {"batch_rl.main": lesson.Agent, "batch_rl.fast": FastAgent,
-          "batch_rl.vector": vector.VectorAgent, "batch_rl.until_solved": vector.VectorAgent,
-          "batch_rl.double_buffering": DoubleBufferedAgent}  # of each program
+SLOW_STEPS, SLOW_S = 3, 0.05  # of each episode in batches
 
 _environments = []  # on an observer: all of its own, or all of its vector environments
 
@@ -140,29 +132,6 @@ def taken() -> dict[str, list]:
     return played
 
 
-def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
-    """Run `args.program`, recorded.
-
-    Returns:
-        On rank 0, what the program returned as `run`, and as `episodes` what was seen of each one:
-        `batch`; `forwards`, how many; `masks`, by who asked; `observer1` and so on, each with
-        `states` and `actions`; `returns` and `log_probs`, for each environment a list;
-        `loss`; `gradients` and `weights` by name; `reward` and `running_reward`. None on observers.
-    """
-    torch.set_default_dtype(torch.float64)
-    program, episodes = importlib.import_module(args.program), []
-    with Recorder() as recorder:
-        if rank > 0:
-            record_environments(recorder, rank)
-        else:
-            record_agent(recorder, AGENTS[args.program], episodes)
-            if args.timed:
-                # The n-th episode takes n seconds of this clock, which looks at what is done.
-                recorder.put(lesson.time, "perf_counter", lambda: sum(range(1, len(episodes) + 1)))
-        run = program.run_worker(rank, world_size, args)
-    return {"run": run, "episodes": episodes} if rank == 0 else None
-
-
 def record_environments(recorder: Recorder, rank: int) -> None:
     """Record the environments that this observer makes from now on."""
     limit = {"max_episode_steps": TIME_LIMIT} if rank == 1 else {}
@@ -183,31 +152,73 @@ def record_environments(recorder: Recorder, rank: int) -> None:
 
 def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
                  episodes: list[dict]) -> None:
-    """Append to `episodes` what each one was, from now on."""
+    """Append to `episodes` what each one was, from now on.
+
+    That is `batch`; `forwards`, how many; `locked`, how often `set_result` was called with the
+    lock; without batches, the `masks` of each observer; `observer1` and so on, each with `states`
+    and `actions`; `returns` and `log_probs` of each environment; `loss`; `gradients` and `weights`
+    by name; `reward` and `running_reward`.
+    """
     asking, one_more = threading.local(), threading.Lock()  # two RPC threads answer requests
-    now = {}
+    now, answering = {}, {}
 
-    class SlowStates(dict):
-        """Lets the others ask before this thread can count who has: only a lock keeps them out."""
+    class SlowLock:
+        """Lets the last one in before another can go on: whoever takes it twice comes too late."""
 
-        def __setitem__(self, ob_id, states):
-            super().__setitem__(ob_id, states)
-            if now["forwards"] < SLOW_STEPS:
+        def __init__(self, owner, lock):
+            self.owner, self.lock = owner, lock
+            self.acquire, self.locked = lock.acquire, lock.locked
+
+        def __enter__(self):
+            return self.acquire()
+
+        def __exit__(self, *_):
+            self.release()
+
+        def release(self):
+            but_one = len(self.owner.states) == len(answering["agent"].ob_rrefs) - 1
+            self.lock.release()
+            if but_one and now["forwards"] < SLOW_STEPS:
                 time.sleep(SLOW_S)
 
+    class GuardedStates(dict):
+        """Refuses to be changed by whoever has not taken the lock."""
+
+        def __init__(self, lock, states):
+            super().__init__(states)
+            self.lock = lock
+
+        def __setitem__(self, ob_id, states):
+            if not self.lock.locked():
+                raise RuntimeError("self.states is changed without self.lock")
+            super().__setitem__(ob_id, states)
+
+    def put_property(owner, name, made):
+        recorder.enter_context(mock.patch.object(owner, name, property(
+            lambda self: vars(self)[f"recorded {name}"],
+            lambda self, value: vars(self).update({f"recorded {name}": made(self, value)})),
+            create=True))
+
     for owner in (lesson.Agent, vector.Group):
-        recorder.enter_context(mock.patch.object(owner, "states", property(
-            lambda self: self.slow_states,
-            lambda self, states: setattr(self, "slow_states", SlowStates(states))), create=True))
+        put_property(owner, "lock", SlowLock)
+        put_property(owner, "states", lambda self, states: GuardedStates(self.lock, states))
 
     @recorder.around(agent_class, "run_episode")
     def run_episode(original, agent, batch):
         now.clear()
-        now.update(batch=batch, masks={}, forwards=0, log_probs=[])
+        now.update(batch=batch, masks={}, forwards=0, log_probs=[], locked=0)
+        answering["agent"] = agent
         ep_reward = original(agent, batch)
         for rank in range(1, len(agent.ob_rrefs) + 1):
             now[f"observer{rank}"] = rpc.rpc_sync(f"observer{rank}", taken)
         return ep_reward
+
+    @recorder.around(torch.futures.Future, "set_result")
+    def set_result(original, future, result):
+        now["locked"] += answering["agent"].lock.locked()
+        original(future, result)
+        if now["forwards"] <= SLOW_STEPS:
+            time.sleep(SLOW_S)  # the next requests come before whatever follows
 
     @recorder.around(lesson.Agent, "select_action")
     def select_action(original, agent_rref, ob_id, states):
@@ -216,12 +227,12 @@ def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
 
     @recorder.around(nn.Dropout, "forward")
     def dropout(original, module, x):
-        """Keep with what it has multiplied, (K, 128) or in batches (observers, K, 128)."""
+        """Keep with what it has multiplied, (K, 128)."""
         y = original(module, x)
-        who = "all" if now["batch"] else str(asking.ob_id)
         with one_more:
             now["forwards"] += 1
-        now["masks"].setdefault(who, []).append((y / x).tolist())
+        if not now["batch"]:
+            now["masks"].setdefault(asking.ob_id, []).append((y / x).detach().cpu())
         return y
 
     @recorder.around(vector.Group, "act")
@@ -256,15 +267,9 @@ def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
         original(agent, batch, ep_reward)
         returns, now["log_probs"] = agent.returns, torch.cat(now["log_probs"], dim=1)
         of_actions = {  # where a vector environment reset itself there was none
-            what: [row[~none].tolist() for of_observer in zip(numbers, returns.isnan(), strict=True)
+            what: [row[~none].detach() for of_observer in zip(numbers, returns.isnan(), strict=True)
                    for row, none in zip(*of_observer, strict=True)]
             for what, numbers in (("returns", returns), ("log_probs", now["log_probs"]))}
         episodes.append({
             **now, **of_actions, "reward": ep_reward, "running_reward": agent.running_reward,
-            "gradients": as_lists(named_gradients(agent.policy)),
-            "weights": as_lists(named_weights(agent.policy))})
-
-
-def as_lists(named: dict[str, torch.Tensor]) -> dict[str, list]:
-    """Return tensors by name as what JSON can hold."""
-    return {name: tensor.tolist() for name, tensor in named.items()}
+            "gradients": named_gradients(agent.policy), "weights": named_weights(agent.policy)})

@@ -17,7 +17,7 @@ WORDS = {
                "x": "observers (environments of each: {environments})",
                "y": "environment steps per second",
                SINGLE: "one by one", BATCHED: "in batches"},
-        "ja": {"title": "{env}：全オブザーバーを1回の順伝搬で処理するか、1つずつ処理するか",
+        "ja": {"title": "{env}：全オブザーバーを1回のフォワードパスで処理するか、1つずつ処理するか",
                "x": "オブザーバーの数（それぞれ環境{environments}個）", "y": "環境ステップ/秒",
                SINGLE: "1つずつ", BATCHED: "バッチ"},
     },
@@ -179,12 +179,12 @@ def table_of(args: argparse.Namespace, timed: dict[int, dict[str, list]]) -> dic
 def print_table(args: argparse.Namespace, metrics: dict,
                 timed: dict[int, dict[str, list]]) -> None:
     """Print the tutorial's table, with speeds."""
-    print(f"{args.num_episode} episodes of {args.num_steps} steps, environments of an observer: "
-          f"{args.envs_per_observer}; start-up and a warm-up episode excluded")
+    print(f"medians of {args.num_episode} episodes of {args.num_steps} steps, environments of an "
+          f"observer: {args.envs_per_observer}; start-up and a warm-up episode excluded")
     print("observers    batched     single      batched       single   speed-up")
     speeds = {(row["observers"], row["mode"]): row["env_steps_per_s"] for row in metrics["rows"]}
     for observers, of_run in timed.items():
-        batched, single = (sum(seconds for seconds, _ in of_run[mode])
+        batched, single = (statistics.median(seconds for seconds, _ in of_run[mode])
                            for mode in (BATCHED, SINGLE))
         print(f"{observers:9} {batched:8.2f} s {single:8.2f} s "
               f"{speeds[observers, BATCHED]:8.0f} /s {speeds[observers, SINGLE]:9.0f} /s "

@@ -4,13 +4,12 @@ Every headline command runs several times, one round after the other.
 
     python -m benchmarks                    all (`make bench`; two hours and more on 2 cores)
     python -m benchmarks rpc_rl batch_rl    some
-    python -m benchmarks --quick            each once, with flags that make it short
     python -m benchmarks --draw             only the pictures again, from the last measurement
 
-`docs/results/NAME.json` keeps what each run measured, on what, at which commit, with medians and
-ranges; a run that is interrupted continues where it was. `docs/results/NAME/` has the pictures in
-both languages. `python -m benchmarks.docs` then writes the numbers into the pages. `--quick` writes
-into `outputs/benchmarks/quick/` instead.
+`docs/results/NAME.json` has medians and ranges, of how many runs, on what, at which commit. A
+measurement that is interrupted continues where it was (without `outputs/benchmarks/running/` it
+begins anew). `docs/results/NAME/` has the pictures in both languages. `python -m benchmarks.docs`
+then writes the numbers into the pages.
 """
 
 import json
@@ -63,18 +62,12 @@ def scalars(metrics, labels, name=""):
     return found
 
 
-def command_of(name, quick):
-    """The words of a headline command."""
-    command, short, _ = HEADLINES[name]
-    return f"{command} {short}".strip() if quick else command
-
-
-def measure(name, folder, quick):
+def measure(name, folder):
     """Run a headline command once; what it leaves lies in `folder`, if it has come to its end."""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    command = command_of(name, quick)
+    command, _ = HEADLINES[name]
     with subprocess.Popen(
             [sys.executable, *command.split(), "--output_dir", str(unfinished)], cwd=ROOT,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -100,7 +93,7 @@ def summary(name, runs):
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "median": {key: statistics.median(values) for key, values in numbers.items()},
             "range": {key: [min(values), max(values)] for key, values in numbers.items()},
-            "runs": runs}
+            "runs": len(runs)}
 
 
 def device():
@@ -115,9 +108,7 @@ def main(argv=None):
     add("names", nargs="*", metavar="NAME",
         help=f"of {', '.join(HEADLINES)} (default: all but {', '.join(ON_REQUEST)})")
     add("--rounds", type=bounded(int, at_least=1), default=3, help="runs of each command")
-    add("--quick", action="store_true", help="each once, short; leaves docs/ alone")
     add("--draw", action="store_true", help="measure nothing; draw the last measurement again")
-    add("--fresh", action="store_true", help="do not continue an interrupted measurement")
     args = parser.parse_args(argv)
     unknown = set(args.names) - set(HEADLINES)
     if unknown:
@@ -125,31 +116,26 @@ def main(argv=None):
     names = args.names or [name for name in HEADLINES if name not in ON_REQUEST]
     os.environ["PICTURE_LANGUAGES"] = "en,ja"  # for the commands, too
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the command would run on
-    kept, results = (KEPT / "quick", KEPT / "quick") if args.quick else (KEPT, RESULTS)
-    rounds = range(1, 1 + (1 if args.quick else args.rounds))
-    folders = {name: kept / "running" / name for name in names}
     if args.draw:
-        folders = {name: kept / "finished" / name for name in names}
+        folders = {name: KEPT / "finished" / name for name in names}
     else:
-        if args.fresh or args.quick:
-            for folder in folders.values():
-                shutil.rmtree(folder, ignore_errors=True)
-        bar = tqdm(total=len(rounds) * len(names), unit="run")
-        for number in rounds:  # round by round: a slow hour does not hit one command alone
+        bar = tqdm(total=args.rounds * len(names), unit="run")
+        for number in range(1, 1 + args.rounds):  # a slow hour does not hit one command alone
             for name in names:
                 bar.set_description(name)
-                if not (folders[name] / str(number)).exists():
-                    measure(name, folders[name] / str(number), args.quick)
+                folder = KEPT / "running" / name / str(number)
+                if not folder.exists():
+                    measure(name, folder)
                 bar.update()
-        folders = {name: finish(name, folder, results) for name, folder in folders.items()}
-    draw(folders, results, args.quick)
+        folders = {name: finish(name, KEPT / "running" / name) for name in names}
+    draw(folders)
 
 
-def finish(name, folder, results):
+def finish(name, folder):
     """Write `NAME.json`; the folder of the runs, moved to the finished ones."""
-    runs = [scalars(metrics, HEADLINES[name][2]) for metrics in runs_in(folder)]
-    results.mkdir(parents=True, exist_ok=True)
-    with report.replacing(results / f"{name}.json") as temporary:
+    runs = [scalars(metrics, HEADLINES[name][1]) for metrics in runs_in(folder)]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with report.replacing(RESULTS / f"{name}.json") as temporary:
         temporary.write_text(json.dumps(summary(name, runs), indent=1) + "\n")
     finished = folder.parent.parent / "finished" / name
     shutil.rmtree(finished, ignore_errors=True)
@@ -158,41 +144,35 @@ def finish(name, folder, results):
 
 
 def runs_in(folder):
-    """The metrics of the runs that are kept there, in their order."""
+    """The metrics of the runs that have come to their end there, in their order."""
+    whole = (run for run in folder.iterdir() if run.name.isdecimal())
     return [json.loads((run / "metrics.json").read_text())
-            for run in sorted(filter(is_whole, folder.iterdir()), key=lambda run: int(run.name))]
+            for run in sorted(whole, key=lambda run: int(run.name))]
 
 
-def is_whole(run):
-    """Whether it has come to its end."""
-    return run.name.isdecimal()
-
-
-def draw(folders, results, quick):
-    """Draw the pictures of commands, or take them from their last run, into `results/NAME/`.
+def draw(folders):
+    """Draw the pictures of commands, or take them from their last run, into `RESULTS/NAME/`.
 
     Those that no page shows are not kept.
 
     Args:
         folders: `{name: where its runs are}`.
-        results: the folder.
-        quick: whether they were short.
     """
     runs = {name: runs_in(folder) for name, folder in folders.items()}
     shown = "".join(page.read_text() for page in docs.pages())
     for name, folder in folders.items():
         drawn = sorted((folder / str(len(runs[name]))).glob("*.png"))
         if drawn:
-            (results / name).mkdir(exist_ok=True)
+            (RESULTS / name).mkdir(exist_ok=True)
         for path in drawn:
-            shutil.copyfile(path, results / name / path.name)
+            shutil.copyfile(path, RESULTS / name / path.name)
         if name in pictures.FROM_ALL_RUNS:
-            pictures.draw(name, command_of(name, quick), runs[name], results / name)
-        for path in () if quick else (results / name).glob("*.png"):
+            pictures.draw(HEADLINES[name][0], runs[name], RESULTS / name)
+        for path in (RESULTS / name).glob("*.png"):
             if f"{name}/{path.name}" not in shown:
                 path.unlink()
     if set(sum(pictures.CONSISTENCY.values(), ())) <= set(runs):
-        pictures.draw_consistency(runs, results / "param_server" / "consistency.png")
+        pictures.draw_consistency(runs, RESULTS / "param_server" / "consistency.png")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,8 @@
-"""What does each variant of batch_rl save, with and without batches, and what would no RPC save?
+"""What does double buffering win in batch_rl, with and without batches?
 
-All play episodes in turns, within one run, their training included:
+`vector.py` and `double_buffering.py` play episodes in turns, within one run, training included.
 
-    with_graph        fast.py: every forward keeps its graph, backward goes through all of them
-    without_graph     states and actions are kept; all log-probabilities come from one forward at
-                      the end
-    vector            vector.py: also arrays, vector environments, and dropout
-    double_buffering  double_buffering.py
-    one process       no RPC: as many vector environments beside the policy (one_process.py)
-
-    python -m benchmarks.batch_rl --observers 5 --num_episode 8
+    python -m benchmarks.batch_rl --observers 1 --envs_per_observer 64 --envs sync
     python -m benchmarks.batch_rl --observers 1 --envs_per_observer 512 --variants vector
 """
 
@@ -17,53 +10,20 @@ import os
 import statistics
 import time
 
-import torch
 from common import report
 from common.cli import refuse
 from common.launcher import launch
 from common.session import rpc_options
 from torch.distributed import rpc
-from torch.distributions import Categorical
 
 from batch_rl import main as lesson
 from batch_rl.double_buffering import DoubleBufferedAgent
-from batch_rl.fast import FastAgent
 from batch_rl.results import env_steps, require_room
 from batch_rl.vector import VectorAgent, add_envs_flag
 from benchmarks import one_core
-from benchmarks.one_process import OneProcess
 
 MODES = {"batched": True, "single": False}
-
-
-class WithoutGraph(FastAgent):
-    """Acts without a graph, and without dropout: the forward at the end would draw other masks."""
-
-    def __init__(self, world_size, args):
-        super().__init__(world_size, args)
-        self.policy.eval()
-
-    def act(self, states):
-        """Instead of the log-probabilities, what they can be computed from."""
-        with torch.inference_mode():
-            action = Categorical(self.policy(torch.tensor(states, device=self.device))).sample()
-        return action.tolist(), (states, action.tolist())
-
-    def log_probs(self, batch):
-        """Of all actions of the episode, in one forward: shape (observers, K, steps)."""
-        if batch:  # (steps, observers, K)
-            states, actions = map(torch.tensor, zip(*self.saved_log_probs, strict=True))
-        else:
-            by_observer = [map(torch.tensor, zip(*saved, strict=True))
-                           for saved in self.saved_log_probs]
-            states, actions = (torch.stack(parts, dim=1)
-                               for parts in zip(*by_observer, strict=True))
-        policy = Categorical(self.policy(states.to(self.device)))
-        return policy.log_prob(actions.to(self.device)).permute(1, 2, 0)
-
-
-VARIANTS = {"with_graph": FastAgent, "without_graph": WithoutGraph, "vector": VectorAgent,
-            "double_buffering": DoubleBufferedAgent}
+VARIANTS = {"vector": VectorAgent, "double_buffering": DoubleBufferedAgent}
 
 
 def run_worker(rank, world_size, args):
@@ -81,8 +41,6 @@ def measure(rank, world_size, args):
     agents = {name: variants[name](world_size, args) for name in args.variants}
     plays = [(f"{name}, {mode}", agent, batch)
              for name, agent in agents.items() for mode, batch in MODES.items()]
-    one_process = OneProcess(args, args.envs_per_observer * (world_size - 1))
-    plays.append(("one process", one_process, True))
     speeds = {name: [] for name, _, _ in plays}
     for episode in range(1 + args.num_episode):
         for name, agent, batch in plays:
@@ -99,7 +57,7 @@ def build_parser():
     parser = lesson.build_parser("benchmark_batch_rl", __doc__)
     add_envs_flag(parser)
     parser.add_argument("--one_core", action="store_true",
-                        help="playing gives way to messages (one_core.py; the last two variants)")
+                        help="playing gives way to messages (one_core.py)")
     parser.add_argument("--variants", choices=VARIANTS, nargs="+", metavar="NAME",
                         help=f"to compare, of {', '.join(VARIANTS)} (default: all)")
     return parser
@@ -111,13 +69,10 @@ def main(argv=None):
     lesson.set_observers(args)
     require_room(args)
     halves = args.envs_per_observer % 2 == 0
-    variants = one_core.VARIANTS if args.one_core else VARIANTS
-    args.variants = args.variants or [name for name in variants
+    args.variants = args.variants or [name for name in VARIANTS
                                       if name != "double_buffering" or halves]
     if args.one_core and not hasattr(os, "SCHED_IDLE"):
         refuse("--one_core needs Linux, where a thread can give way to all others")
-    if unknown := set(args.variants) - set(variants):
-        refuse(f"--one_core is for {' and '.join(variants)}, not for --variants {unknown.pop()}")
     if "double_buffering" in args.variants and not halves:
         refuse(f"--envs_per_observer {args.envs_per_observer} must be even for double buffering")
     metrics = launch(run_worker, args, lesson.role_name)
@@ -137,7 +92,6 @@ def main(argv=None):
         batched, single = (medians[f"{name}, {mode}"] for mode in MODES)
         print(f"{name:16}   batched {batched:7.0f}   single {single:7.0f}   "
               f"speed-up {batched / single:.2f}")
-    print(f"one process        no RPC  {medians['one process']:7.0f}")
     return metrics
 
 

@@ -31,7 +31,7 @@ WORDS = {
            "dtensor": "spread, DTensor", "dense": "dense", "sparse": "sparse", "label": "%s, %s",
            "one": "Median of {rounds} rounds",
            "several": "Median of {{n}} runs of {rounds} rounds with their range"},
-    "ja": {"title": "埋め込み表をどこに置くか（トレーナー{trainers}個）", "x": "表の行数",
+    "ja": {"title": "埋め込みテーブルをどこに置くか（トレーナー{trainers}個）", "x": "表の行数",
            "y": "各トレーナーのステップ/秒", "y2": "行と勾配（MB）",
            "server": "サーバー、RPC", "all_to_all": "分割、all-to-all", "dtensor": "分割、DTensor",
            "dense": "密", "sparse": "疎", "label": "%s、%s", "one": "{rounds}回の測定の中央値",

@@ -1,4 +1,4 @@
-"""Write measured numbers, maps and tables of faults into the pages, or check the pages.
+"""Write code, outputs, numbers, maps and tables of faults into the pages, or check the pages.
 
     python -m benchmarks.docs            write
     python -m benchmarks.docs --check    status 1 if a page is not what would be written
@@ -7,23 +7,89 @@ In a page, in either language (`*.ja.md` is Japanese):
 
     <!-- = rpc_rl env_steps_per_s -->1659 (1602 to 1790)<!-- end -->     a median with its range
     <!-- = rpc_rl env_steps_per_s .0f median -->1659<!-- end -->         without it
+    <!-- code rpc_rl/main.py::Agent.select_action -->...<!-- end -->    as it stands there now
+    <!-- output rpc_rl -->...<!-- end -->         what a command printed: benchmarks/outputs.py
+    <!-- output rpc_rl 2 3 -->...<!-- end -->     of that the first 2 and the last 3 lines
+    <!-- replay rpc_rl -->...<!-- end -->         a link to its messages, step by step
     <!-- map 6_5_rpc_rl -->...<!-- end -->        the table of docs/walk/6_5_rpc_rl.json
     <!-- table faults_rank -->...<!-- end -->     what the tests expect: tests/fault_table.py
     <!-- table faults_launcher -->...<!-- end -->
+
+Measured numbers in a program's docstring are medians, too: `IN_DOCSTRINGS` has their places.
 """
 
 import ast
 import json
 import os
 import re
+import textwrap
 from pathlib import Path
 
 from common.cli import PlainParser
 
+from benchmarks import outputs
 from tests.fault_table import OF_A_LAUNCHER, OF_A_RANK
 
 ROOT = Path(__file__).resolve().parent.parent
-MARKED = re.compile(r"(<!-- (=|map|table) ([^>]*?) -->)(.*?)(<!-- end -->)", re.DOTALL)
+# By file, pieces of its docstring, with {NAME KEY FORMAT} in the place of each number.
+IN_DOCSTRINGS = {
+    "batch_rl/double_buffering.py": [
+        "wins: {latency rows.2.double_buffering_ratio .1f} times the environment steps/s",
+        "({batch_rl_double double_buffering_gain.batched .2f} times, docs/results"],
+    "batch_rl/until_solved.py": [
+        "solved in {batch_rl_train wall_s .0f} s, after {batch_rl_train episodes .0f} episodes"],
+    "batch_rl/vector.py": [
+        "makes about {batch_rl_64 rows.5.batched.env_steps_per_s 3g} environment steps/s",
+        "{batch_rl_16 rows.5.batched.env_steps_per_s 2g}, and `fast.py --observers 5` "
+        "{batch_rl rows.5.batched.env_steps_per_s 2g} (2 cores"],
+    "ddp_basic/fsdp.py": [
+        "at most {ddp_fsdp rows.replicas.held_mb .1f} MB (replicas), "
+        "{ddp_fsdp rows.optimizer.held_mb .1f} MB (optimizer),",
+        "{ddp_fsdp rows.full.held_mb .1f} MB (full); it sends in a step "
+        "{ddp_fsdp rows.replicas.sent_mb .1f} MB (replicas), "
+        "{ddp_fsdp rows.optimizer.sent_mb .1f} MB (optimizer), "
+        "{ddp_fsdp rows.full.sent_mb .1f} MB (full)"],
+    "ddp_rpc_hybrid/main.py": ["(chance 12%) | {ddp_rpc_hybrid steps_per_s .0f} steps/s"],
+    "ddp_rpc_hybrid/sharded_table.py": ["(chance 12%) | {hybrid_sharded steps_per_s .0f} steps/s"],
+    "p2p_collectives/ring_allreduce.py": [
+        "RingAllReduce takes {ring rows.4.67108864.RingAllReduce.median_s ms} ms, "
+        "{ring rows.4.67108864.RingAllReduce.vs_all_reduce .2f} times as fast as all_reduce"],
+    "p2p_collectives/shared_memory.py": [
+        "takes {shared_memory rows.all_reduce.67108864.shared_memory.median_s ms} ms, "
+        "{shared_memory rows.all_reduce.67108864.shared_memory.vs_gloo .2f} times as fast as gloo"],
+    "p2p_collectives/train.py": [": {p2p_train_per_parameter samples_per_s .0f} samples/s"],
+    "p2p_collectives/train_ddp.py": ["make {p2p_train_ddp samples_per_s .0f} samples/s",
+                                     ": {p2p_train_ddp samples_per_s .0f} samples/s"],
+    "p2p_collectives/train_flat.py": [
+        "make {p2p_train samples_per_s .0f} samples/s, with train.py "
+        "{p2p_train_per_parameter samples_per_s .0f} (",
+        ": {p2p_train samples_per_s .0f} samples/s"],
+    "param_server/async_server.py": [
+        "{param_server samples_per_s .0f} samples/s in place of {param_server_lock samples_per_s "
+        ".0f} with two trainers, {param_server_4 samples_per_s .0f} in place of "
+        "{param_server_4_lock samples_per_s .0f} with four", "(async): {param_server samples_per_s "
+        ".0f} samples/s"],
+    "param_server/batch_update.py": [
+        ": {batch_update_tensors median_update_s .1f} s per update"],
+    "param_server/bounded_server.py": [
+        "{param_server_trainers rows.4.bounded_N-1.samples_per_s .0f} samples/s in place of "
+        "{param_server_trainers rows.4.lock.samples_per_s .0f} with main.py",
+        "makes {param_server_trainers rows.4.async.samples_per_s .0f} samples/s with gradients "
+        "up to {param_server_trainers rows.4.async.staleness_max .0f} steps"],
+    "param_server/flat_update.py": [
+        "wins: {batch_update peak_memory_gb .1f} GB in all processes together in place of "
+        "{batch_update_tensors peak_memory_gb .1f} GB",
+        "{batch_update median_update_s .1f} s per update in place of "
+        "{batch_update_tensors median_update_s .1f} s",
+        "trainers: {batch_update median_update_s .1f} s per update"],
+    "param_server/main.py": ["(lock): {param_server_lock samples_per_s .0f} samples/s"],
+    "rpc_rnn/prefetch.py": [
+        "makes {rpc_rnn_protocols prefetch_ratio.not_compiled .2f} times the steps/s of main.py "
+        "with the same optimizers, {rpc_rnn_protocols prefetch_ratio.plain .2f} times those",
+        "and {latency rows.10.prefetch_ratio .2f} times\nbetween machines"],
+}
+MARKED = re.compile(r"(<!-- (=|code|output|replay|map|table) ([^>]*?) -->)(.*?)(<!-- end -->)",
+                    re.DOTALL)
 NOT_MEASURED = "–"
 WORDS = {  # column titles and cells of the tables
     "en": {"cell": "cell", "notebook": "notebook", "here": "here", "mended": "mended",
@@ -36,7 +102,10 @@ WORDS = {  # column titles and cells of the tables
            "torchrun": "torchrun", "import": "start", "connect": "connecting", "run": "run",
            "shutdown": "end",
            "goes_on": "none: the run goes on", "silence": "none",
-           "others": "other terminals: ", "comma": ", "},
+           "others": "other terminals: ", "comma": ", ",
+           "replay": "**Message by message.** `python -m common.tracing {flags}` writes "
+                     "`replay.html`, which shows for each\nmessage the line that sent it and what "
+                     "every process waits for ([a recorded run]({link}); the site plays it)."},
     "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点",
            "left_out": "省略：",
            "to_a_rank": "ランク1（role1）に起きること", "within": "終了まで",
@@ -48,7 +117,10 @@ WORDS = {  # column titles and cells of the tables
            "torchrun": "torchrun", "import": "起動中", "connect": "接続中", "run": "実行中",
            "shutdown": "終了時",
            "goes_on": "なし。実行は続く", "silence": "なし",
-           "others": "ほかのターミナル：", "comma": "、"},
+           "others": "ほかのターミナル：", "comma": "、",
+           "replay": "**1通ずつたどる。** `python -m common.tracing {flags}`が作る`replay.html`を"
+                     "ブラウザーで開くと、\nメッセージごとに、送った行と、各プロセスが何を待っているかが分かります"
+                     "（[記録の例]({link})。サイトでは、そのまま再生できます）。"},
 }
 
 
@@ -65,10 +137,35 @@ def written(page):
         begin, kind, what, _, end = match.groups()
         if kind == "=":
             return begin + number(what, language) + end
-        made = map_of(what, language, page.parent) if kind == "map" else TABLES[what](language)
+        made = {"map": lambda: map_of(what, language, page.parent),
+                "code": lambda: definition(what, page.parent),
+                "output": lambda: printed(*what.split()),
+                "replay": lambda: replay(what, language, page.parent),
+                "table": lambda: TABLES[what](language)}[kind]()
         return f"{begin}\n\n{made}\n\n{end}"
 
     return MARKED.sub(write, page.read_text())
+
+
+def with_medians(path):
+    """The text of a program with the measured numbers of its docstring written anew."""
+    text = (ROOT / path).read_text()
+    for piece in IN_DOCSTRINGS[path]:
+        texts, places = re.split(r"{.*?}", piece), re.findall(r"{(.*?)}", piece)
+        pattern = r"([\d.,]*\d)".join(map(re.escape, texts))
+        assert len(re.findall(pattern, text)) == 1, (path, piece)
+        numbers = [*map(median_of, places), ""]
+        text = re.sub(pattern, "".join(a + b for a, b in zip(texts, numbers, strict=True)), text)
+    return text
+
+
+def median_of(place):
+    """A median, formatted: `NAME KEY FORMAT`; "2g": two digits, then zeros; "ms": of a second."""
+    name, key, form = place.split()
+    value = json.loads((ROOT / "docs/results" / f"{name}.json").read_text())["median"][key]
+    if form == "ms":
+        return f"{1000 * value:.0f}"
+    return f"{float(f'{value:.{form}}'):,.0f}" if form[0].isdigit() else f"{value:{form}}"
 
 
 def number(what, language):
@@ -80,9 +177,9 @@ def number(what, language):
         return NOT_MEASURED
     (low, high), (form, *alone) = results["range"][key], form or [".3g"]
     median, low, high = (format(value, form) for value in (results["median"][key], low, high))
-    if alone or results["median"].get("rounds", 1) > 1 == len(results["runs"]):
+    if alone or results["median"].get("rounds", 1) > 1 == results["runs"]:
         return median  # the page says of how many; or the command itself has made several rounds
-    if len(results["runs"]) == 1:
+    if results["runs"] == 1:
         return f"{median}（1回）" if language == "ja" else f"{median} (1 run)"
     if low == high:
         return median
@@ -102,7 +199,7 @@ def map_of(walk, language, folder):
              "|---|---|---|---|"]
     for row in json.loads((ROOT / "docs/walk" / f"{walk}.json").read_text()):
         if "heading" in row:
-            there = place(in_language(row["see"], language), folder)
+            there = row["see"] and place(in_language(row["see"], language), folder)
             lines.append(f"| {row['cell']} | **{row['heading']}** | {there} | |")
             continue
         outer = {name: there for name, there in row["names"].items() if "__init__" not in name}
@@ -137,11 +234,50 @@ def place(there, folder):
 
 def line_of(path, name):
     """Where a function, class or method is defined."""
-    nodes, line = ast.parse((ROOT / path).read_text()).body, 1
+    return node_of(path, name).lineno
+
+
+def node_of(path, name):
+    """The definition of a function, class or method."""
+    nodes = ast.parse((ROOT / path).read_text()).body
     for part in name.split("."):
         node = next(node for node in nodes if getattr(node, "name", None) == part)
-        nodes, line = getattr(node, "body", []), node.lineno
-    return line
+        nodes = getattr(node, "body", [])
+    return node
+
+
+def definition(there, folder):
+    """The source of `file.py::name`, decorators and comments included, below a link to it."""
+    path, _, name = there.partition("::")
+    node = node_of(path, name)
+    first = min([node, *node.decorator_list], key=lambda part: part.lineno).lineno
+    whole, end = (ROOT / path).read_text().splitlines(), node.end_lineno
+    inside = " " * (node.col_offset + 1)
+    while whole[end:] and whole[end].startswith(inside) and whole[end].lstrip().startswith("#"):
+        end += 1  # its last comment
+    lines = whole[first - 1:end]
+    target = f"{os.path.relpath(ROOT / path, folder)}#L{node.lineno}"
+    return f"[`{path}`]({target})\n\n{fenced(textwrap.dedent(chr(10).join(lines)), 'python')}"
+
+
+def printed(name, *lines):
+    """What a command has printed, below it; or some of its first and last lines alone."""
+    text = outputs.path_of(name).read_text()
+    if lines:
+        (first, last), (_, *whole) = map(int, lines), text.splitlines()
+        text = "\n".join([*whole[:first], "...", *whole[-last:]])
+    return fenced(text)
+
+
+def replay(name, language, folder):
+    """A sentence that leads to the replay of a run."""
+    link = os.path.relpath(outputs.replay_of(name), folder)
+    return WORDS[language]["replay"].format(link=link, flags=outputs.REPLAYS[name])
+
+
+def fenced(text, language=""):
+    """As a block of code of Markdown."""
+    return f"```{language}\n{text.rstrip()}\n```"
 
 
 def faults_of_a_rank(language):
@@ -224,16 +360,23 @@ def table(titles, rows):
 TABLES = {"faults_rank": faults_of_a_rank, "faults_launcher": faults_beside}
 
 
+def out_of_date():
+    """The pages and programs that are not what would be written, with what would."""
+    texts = {ROOT / path: with_medians(path) for path in IN_DOCSTRINGS}  # first: pages show code
+    texts |= {page: written(page) for page in pages()}
+    return {path: text for path, text in texts.items() if text != path.read_text()}
+
+
 def main(argv=None):
     """Write the pages, or check them."""
     parser = PlainParser(__doc__)
     parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
     args = parser.parse_args(argv)
-    stale = [page for page in pages() if written(page) != page.read_text()]
-    for page in stale:
-        print(f"{'out of date' if args.check else 'written'}: {page.relative_to(ROOT)}")
+    stale = out_of_date()
+    for path, text in stale.items():
+        print(f"{'out of date' if args.check else 'written'}: {path.relative_to(ROOT)}")
         if not args.check:
-            page.write_text(written(page))
+            path.write_text(text)
     raise SystemExit(bool(stale) and args.check)
 
 

@@ -2,7 +2,7 @@
 
 Batches over RPC, with all schedules, and in one process with one thread, in turns.
 
-    python -m benchmarks.model_parallel_resnet --rounds 1
+    python -m benchmarks.model_parallel_resnet --num_splits 4
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from common import report
-from common.cli import Parser, bounded
+from common.cli import Parser
 from common.session import keep_memory
 from common.vision import import_torchvision
 
@@ -34,12 +34,10 @@ PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "
 
 
 def build_parser():
-    """The flags of the example, and how often."""
+    """The flags of the example."""
     name = "benchmark_model_parallel_resnet"
     parser = rpc_pipeline.add_flags(Parser(name, __doc__, distributed=False))
     parser.set_defaults(num_splits=[4, 8], num_batches=3)
-    parser.add_argument("--rounds", type=bounded(int, at_least=1), default=1, metavar="N",
-                        help="runs of each way")
     return parser
 
 
@@ -82,28 +80,27 @@ def run(command, args):
 
 
 def main(argv=None):
-    """Print and write the medians of all rounds, and how much faster than one process they are."""
+    """Print and write the medians, and how much faster than one process they are."""
     args = build_parser().parse_args(argv)
     require_sizes(args, [["batch", "first half", "second half"]])  # of the one process
     schedules.require_stages(args)
     torch.set_num_threads(1)
     keep_memory()  # as in all processes of the other ways
     seconds = {}
-    for _ in range(args.rounds):
-        # One process before and after: the machine's speed may change meanwhile.
-        for way, command in [(ALONE, None), *WAYS.items(), (ALONE, None)]:
-            medians = (run(command, args) if command
-                       else {1: statistics.median(train_alone(args)[0][1:])})
-            for num_split, median in medians.items():
-                seconds.setdefault((way, num_split), []).append(median)
+    # One process before and after: the machine's speed may change meanwhile.
+    for way, command in [(ALONE, None), *WAYS.items(), (ALONE, None)]:
+        medians = (run(command, args) if command
+                   else {1: statistics.median(train_alone(args)[0][1:])})
+        for num_split, median in medians.items():
+            seconds.setdefault((way, num_split), []).append(median)
     alone = statistics.median(seconds[ALONE, 1])
     rows = [{"way": way, "num_split": num_split, "median_s": statistics.median(times),
-             "rounds_s": times, "speedup": alone / statistics.median(times)}
+             "speedup": alone / statistics.median(times)}
             for (way, num_split), times in seconds.items()]
     print(f"{'':12}  splits  s/batch  times as fast as one process")
     for row in rows:
         print("{way:12}  {num_split:6}  {median_s:7.2f}  {speedup:.2f}".format(**row))
-    report.save_metrics(args, {"rows": rows, "rounds": args.rounds}, backend="")
+    report.save_metrics(args, {"rows": rows}, backend="")
     return rows
 
 

@@ -7,7 +7,6 @@ bound (async_server.py).
     python -m benchmarks.param_server_trainers --trainers 2 4 --epochs 2
 """
 
-import statistics
 from pathlib import Path
 
 from common import picture, report
@@ -25,12 +24,11 @@ LOCK, ONE, OTHERS, ASYNC = "lock", "bounded 1", "bounded N-1", "async"
 WORDS = {
     "en": {"title": "A parameter server and its trainers ({epochs} epochs)", "x": "trainers (N)",
            "y": "samples/s", "y2": "staleness: mean, dotted: largest", "y3": "test accuracy",
-           LOCK: "lock", ONE: "bounded, K = 1", OTHERS: "bounded, K = N - 1", ASYNC: "async",
-           "several": "Medians of {{n}} rounds"},
+           LOCK: "lock", ONE: "bounded, K = 1", OTHERS: "bounded, K = N - 1", ASYNC: "async"},
     "ja": {"title": "パラメーターサーバーとトレーナーの数（{epochs}エポック）",
            "x": "トレーナーの数（N）", "y": "サンプル/秒", "y2": "陳腐化：平均、点線は最大",
            "y3": "テスト正解率", LOCK: "lock", ONE: "bounded、K = 1", OTHERS: "bounded、K = N - 1",
-           ASYNC: "async", "several": "{{n}}回の中央値"},
+           ASYNC: "async"},
 }
 
 
@@ -57,23 +55,19 @@ def flags_of(args):
 
 
 def measure(args):
-    """A row for each number of trainers and way; all of them in each round."""
-    runs = {}
-    for round_ in range(1, args.rounds + 1):
-        for (trainers, way), (program, flags) in flags_of(args).items():
-            metrics = results.summary(launch(program.run_worker, flags, program.role_name), flags)
-            runs.setdefault((trainers, way), []).append(metrics)
-            report.log("benchmark", f"round {round_}: {trainers} trainers, {way}: "
-                       f"{metrics['samples_per_s']:.0f} samples/s")
-    none = {"mean": 0.0, "max": 0}  # with lock, nobody steps in between
-    return [{"trainers": trainers, "consistency": way,
-             "samples_per_s": statistics.median(run["samples_per_s"] for run in of_way),
-             "staleness_mean": statistics.median(run.get("staleness", none)["mean"]
-                                                 for run in of_way),
-             "staleness_max": max(run.get("staleness", none)["max"] for run in of_way),
-             "test_accuracy": statistics.median(run["test_accuracy"] for run in of_way),
-             "rounds": [run["samples_per_s"] for run in of_way]}
-            for (trainers, way), of_way in runs.items()]
+    """A row for each number of trainers and way."""
+    rows = []
+    for (trainers, way), (program, flags) in flags_of(args).items():
+        metrics = results.summary(launch(program.run_worker, flags, program.role_name), flags)
+        # With lock, nobody steps in between.
+        staleness = metrics.get("staleness", {"mean": 0.0, "max": 0})
+        rows.append({"trainers": trainers, "consistency": way,
+                     "samples_per_s": metrics["samples_per_s"],
+                     "staleness_mean": staleness["mean"], "staleness_max": staleness["max"],
+                     "test_accuracy": metrics["test_accuracy"]})
+        report.log("benchmark", f"{trainers} trainers, {way}: "
+                   f"{metrics['samples_per_s']:.0f} samples/s")
+    return rows
 
 
 def plot(metrics, args):
@@ -82,7 +76,7 @@ def plot(metrics, args):
     if 2 in args.trainers:
         rows[2, OTHERS] = rows[2, ONE]
     for panels, words in picture.in_each_language(
-            args.output_dir / "trainers.png", WORDS, [metrics] * args.rounds, panels=3, height=8,
+            args.output_dir / "trainers.png", WORDS, [metrics], panels=3, height=8,
             epochs=args.epochs):
         for way, colour in zip((LOCK, ONE, OTHERS, ASYNC), picture.COLOURS, strict=False):
             points = [(at, rows[trainers, way]) for at, trainers in enumerate(args.trainers)
@@ -98,13 +92,12 @@ def plot(metrics, args):
 
 
 def build_parser():
-    """What is trained, and how often."""
+    """What is trained."""
     parser = PlainParser(__doc__)
     parser.set_defaults(example="benchmark_param_server_trainers")
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--trainers", type=bounded(int, at_least=1, at_most=64), nargs="+", default=[1, 2, 4, 8],
         metavar="N", help="how many train")
-    add("--rounds", type=count, default=1, metavar="N", help="trainings of each kind")
     add("--epochs", type=count, default=6, metavar="N", help="of each training")
     default_of = lesson.build_parser().get_default
     for name, kind in (("batch_size", int), ("lr", float), ("seed", int), ("timeout", float)):
@@ -124,8 +117,8 @@ def main(argv=None):
     require_processes(f"--trainers {max(args.trainers)}", args.world_size)
     require_writable_folder("--output_dir", args.output_dir)
     flags_of(args)  # refuses what cannot run
-    metrics = report.save_metrics(args, {"rounds": args.rounds, "epochs": args.epochs,
-                                         "rows": measure(args)}, backend="tensorpipe")
+    metrics = report.save_metrics(args, {"epochs": args.epochs, "rows": measure(args)},
+                                  backend="tensorpipe")
     plot(metrics, args)
     print(f"\n{'trainers':8}  {'consistency':11}  samples/s  staleness: mean  largest  accuracy")
     for row in metrics["rows"]:

@@ -8,13 +8,8 @@ from common.tracing import record
 
 # Whose `plot` takes all runs. The other pictures are of one run: a timeline, or a training that is
 # the same in each run.
-FROM_ALL_RUNS = {"batch_rl", "batch_rl_plain", "batch_rl_16", "batch_rl_64", "rpc_rnn",
-                 "batch_update", "batch_update_tensors",
-                 "ddp_rpc_hybrid", "ddp_rpc_hybrid_large", "ddp_rpc_hybrid_sparse",
-                 "hybrid_sharded", "latency", "ring",
-                 "ring_sizes", "shared_memory", "hierarchical", "single_machine", "pipeline",
-                 "pipeline_whole"}
-TRACED = "-m common.tracing "  # before the program of a command
+FROM_ALL_RUNS = {"batch_rl", "ddp_rpc_hybrid", "latency", "ring_sizes", "rpc_rnn",
+                 "shared_memory", "single_machine"}
 CONSISTENCY = {2: ("param_server", "param_server_lock"),  # trainers: two commands
                4: ("param_server_4", "param_server_4_lock")}
 SMOOTH = 50  # steps of all trainers together
@@ -32,32 +27,29 @@ WORDS = {
 }
 
 
-def draw(name, command, runs, folder):
+def draw(command, runs, folder):
     """Draw the pictures of a command again, from all its runs.
 
     Args:
-        name, command: as in `HEADLINES`.
+        command: as in `HEADLINES`.
         runs: the metrics of each.
         folder: for the pictures.
     """
-    flags = command.removeprefix(TRACED).removeprefix("-m ").split()[1:]
-    program = importlib.import_module(program_of(command))
-    args = program.build_parser().parse_args([*flags, "--output_dir", str(folder)])
-    plot_of(command)(runs, args)
+    name, flags = program_of(command)
+    parser = importlib.import_module(name).build_parser()
+    drawing_of(command).plot(runs, parser.parse_args([*flags, "--output_dir", str(folder)]))
 
 
 def program_of(command):
-    """`rpc_rl.main` of `rpc_rl/main.py --world_size 3`, `benchmarks.x` of `-m benchmarks.x`."""
-    command = command.removeprefix(TRACED).removeprefix("-m ")
-    return command.split()[0].removesuffix(".py").replace("/", ".")
+    """The module, `rpc_rnn.main`, and the flags of a command."""
+    path, *flags = command.removeprefix("-m ").split()
+    return path.removesuffix(".py").replace("/", "."), flags
 
 
-def plot_of(command):
-    """The function that draws the pictures of a command."""
-    program = program_of(command)
-    if not command.removeprefix(TRACED).startswith("-m "):  # the lessons have a module that draws
-        return record.results_of(program).plot
-    return importlib.import_module(program).plot
+def drawing_of(command):
+    """The module that draws: a benchmark itself, or the results of a lesson's program."""
+    name, _ = program_of(command)
+    return importlib.import_module(name) if command.startswith("-m ") else record.results_of(name)
 
 
 def draw_consistency(runs, path):

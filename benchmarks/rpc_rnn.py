@@ -1,11 +1,10 @@
-"""Where does each millisecond of a step of rpc_rnn go, and what does the tutorial's protocol take?
+"""Where does each millisecond of a step of rpc_rnn go?
 
 Models train in turns, a few steps each, within one run: a noisy machine cannot favour one.
 
     this lesson    rref.rpc_sync().forward(...), and functional optimizers
     not compiled   the same with ordinary optimizers, which --checkpoint and prefetch.py need
     prefetch       step, and look-up of the next piece, in one RPC (rpc_rnn/prefetch.py)
-    the tutorial   _remote_method(...)
 
 and the first one once more with a clock between the parts of a step. The oracle's steps, without
 RPC, are the floor.
@@ -38,28 +37,10 @@ from rpc_rnn.saving import (
     require_checkpoint,
 )
 
-LESSON, TUTORIAL, LOCAL = "this lesson", "the tutorial", "one process, no RPC"
+LESSON, LOCAL = "this lesson", "one process, no RPC"
 NOT_COMPILED, PREFETCH = "not compiled", "prefetch"
 PARTS = ("embedding RPC", "LSTM", "decoder RPC", "loss", "backward", "optimizer step",
          "end of the context")
-
-
-def _call_method(method, rref, *args, **kwargs):
-    return method(rref.local_value(), *args, **kwargs)
-
-
-def _remote_method(method, rref, *args, **kwargs):
-    return rpc.rpc_sync(rref.owner(), _call_method, args=[method, rref, *args], kwargs=kwargs)
-
-
-class TutorialModel(lesson.RNNModel):
-    """The same model with the tutorial's helper."""
-
-    def forward(self, input, hidden):
-        """Like `RNNModel.forward`."""
-        emb = _remote_method(lesson.EmbeddingTable.forward, self.emb_table_rref, input)
-        output, hidden = self.rnn(emb, hidden)
-        return _remote_method(lesson.Decoder.forward, self.decoder_rref, output), hidden
 
 
 def remote_step(model, opt, criterion, data, target, hidden):
@@ -117,17 +98,15 @@ def measure(args):
     """What `run_worker` returns."""
     language = load_language(args)
     sizes = (language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout, args.seed)
-    ours, ahead, tutorial = (model_class("ps", *sizes, args.device) for model_class in (
-        lesson.RNNModel, PrefetchingModel, TutorialModel))
+    ours, ahead = (model_class("ps", *sizes, args.device)
+                   for model_class in (lesson.RNNModel, PrefetchingModel))
     local, criterion = LocalRNNModel(*sizes[:4]), nn.CrossEntropyLoss()
     torchs = OPTIMIZERS[args.optimizer]
     with_state = OPTIMIZERS_WITH_STATE[args.optimizer]
-    opt, tutorials_opt, not_compiled = (
-        DistributedOptimizer(optimizer_class, model.parameter_rrefs(), lr=args.lr)
-        for optimizer_class, model in ((torchs, ours), (torchs, tutorial), (with_state, ours)))
+    opt, not_compiled = (DistributedOptimizer(optimizer_class, ours.parameter_rrefs(), lr=args.lr)
+                         for optimizer_class in (torchs, with_state))
     # A step as one call of (data, target, hidden), for each way to make one; what it reads.
     ways = {LESSON: (remote_step, ours, opt, get_next_batch),
-            TUTORIAL: (remote_step, tutorial, tutorials_opt, get_next_batch),
             NOT_COMPILED: (remote_step, ours, not_compiled, get_next_batch),
             PREFETCH: (remote_step, ahead, ahead.make_optimizer(args), ahead.get_next_batch),
             LOCAL: (local_step, local, torchs(local.parameters(), lr=args.lr), get_next_batch),

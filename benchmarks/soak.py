@@ -7,6 +7,7 @@ Writes what it has found into docs/reliability.md, which says what is tried and 
 `tests/test_checkpoints.py` tries once for each program what is repeated here.
 """
 
+import argparse
 import contextlib
 import datetime
 import functools
@@ -31,12 +32,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from common import report
 from common.cli import Parser, PlainParser, bounded
 from common.launcher import launch
 from common.launcher.start import PRELOAD
+from common.session import group_options
 
-from benchmarks import start
 from tests import helpers
 from tests.fault_table import KILLED, OF_A_RANK
 
@@ -364,11 +366,19 @@ def at_once(place: Path) -> None:
                 compare(here, what, seed)
 
 
+def meet(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
+    """Join a group, wait until all have, and leave it."""
+    dist.init_process_group(**group_options(args), rank=rank, world_size=world_size)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {} if rank == 0 else None
+
+
 def starts(place: Path) -> None:
     """Start two ranks that meet in a barrier, again and again, from this process."""
     args, held = Parser("soak", __doc__, 2).parse_args(["--output_dir", str(place)]), []
     for _ in range(STARTS):
-        launch(start.run_worker, args, start.role_name)
+        launch(meet, args, lambda rank, world_size: f"rank{rank}")
         gc.collect()
         processes = [os.getpid(), *helpers.descendants(os.getpid())]  # also the fork server
         held.append({
@@ -464,7 +474,7 @@ def main(argv: list[str] | None = None) -> None:
     """Do all trials and write them into the page; SystemExit(1) if anything was lost."""
     args, began = build_parser().parse_args(argv), time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or commands and disks would stay
-    PRELOAD.append("benchmarks.soak")  # which the ranks of `starts` import
+    PRELOAD.append("tests.fault_table")  # what the ranks of `starts` import with this file
     util.get_temp_dir()  # now: it stays until the end of this process
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = f"{folder}/tmp"

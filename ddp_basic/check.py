@@ -27,7 +27,8 @@ from ddp_basic import main as lesson
 TOLERANCE = 1e-9
 WHY = "float64 sums in another order"
 LONGEST_DELAY_S = 0.2  # of the slow rank, in a check
-LATEST_S = 10.0  # that a rank delays its checkpoint for those who should wait for it
+LATEST_S = 3.0  # that a rank delays its checkpoint for those who should wait for it
+EMPTY_S = 0.5  # that the file is there and empty: who looks whether it exists comes too early
 
 
 def single_process(args: argparse.Namespace) -> tuple[list[list[dict]], list[float]]:
@@ -75,7 +76,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.demo, self.steps, self.step, self.loads = None, {}, {}, []
-        self.left_behind, self.together, self.delays = False, [], []
+        self.left_behind, self.together, self.delays, self.saves = False, [], [], 0
 
     def begin(self, demo: str) -> None:
         """Record another demo from now on."""
@@ -137,6 +138,9 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
                 next_one = barriers.passed + 1
                 wait_until(lambda: all(barriers.has(other, next_one)
                                        for other in range(1, world_size)))
+                seen.saves += 1
+                file.touch()
+                time.sleep(EMPTY_S)
             save(state, file, **options)
 
         @recorder.around(torch, "load")
@@ -144,7 +148,7 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
             """Where rank 0 does not wait for the others, it removes the file before they read."""
             if not isinstance(file, Path):
                 return load(file, **options)
-            if rank > 0 and file.exists():
+            if rank > 0 and file.exists() and file.stat().st_size:
                 wait_until(lambda: barriers.has(0, barriers.passed + 1) or not file.exists())
             device = torch.device(options.get("map_location") or "meta")
             seen.loads.append([device == device_for(args.device), options.get("weights_only")])
@@ -212,6 +216,9 @@ def compare(metrics: dict, everyone: list[Seen], left_behind: bool,
         else:
             compare_report(findings, demo, metrics[demo], [*losses_of(oracle), last])
     if "checkpoint" in args.demos:
+        saves = [one.saves for one in everyone]
+        findings.holds("checkpoint, who writes it", saves == [1] + [0] * (args.world_size - 1),
+                       f"rank 0 alone, once; by rank, it was written {saves} times")
         loads = [one.loads for one in everyone]
         findings.holds("checkpoint, how it is read", loads == [[[True, True]]] * args.world_size,
                        "each rank reads it once, onto its device and with weights_only; "

@@ -37,7 +37,7 @@ def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict]]:
     """Train without DDP, on the batches of all ranks joined.
 
     Returns:
-        For each rank its steps, as `Seen` would have them; the history of the epochs.
+        For each rank its steps, as `record` has them; the history of the epochs.
     """
     device = device_for(args.device)
     (images, labels), (test_images, test_labels) = (
@@ -85,53 +85,41 @@ def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict]]:
     return steps, history
 
 
-class Seen:
-    """Keeps what one rank does in each step of each training."""
-
-    def __init__(self) -> None:
-        self.trainings, self.step = {}, {}
-
-    def begin(self, training: str) -> None:
-        """Record another training from now on."""
-        self.steps = self.trainings[training] = []
-
-    def forward(self, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        """Record the images, after the forward of any module."""
-        if isinstance(module, DDP):
-            self.step["images"] = fingerprints(inputs[0])
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record gradients, weights and settings, after the step of any optimizer."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.step |= {"gradients": flat([p.grad for p in parameters]), "weights": flat(parameters)}
-        self.step["settings"] = [optimizer.param_groups[0][name] for name in ("lr", "momentum")]
-        self.steps.append(self.step)
-        self.step = {}
-
-
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the lesson, recorded; rank 0 returns the findings."""
     torch.set_default_dtype(torch.float64)
-    seen, everyone, histories = Seen(), [], {}
+    trainings, step, everyone, histories = {}, {}, [], {}  # step: the one that is being made
+
+    def forward(module, inputs, output):
+        if isinstance(module, DDP):
+            step["images"] = fingerprints(inputs[0])
+
+    def stepped(optimizer):
+        [group] = optimizer.param_groups
+        step.update(gradients=flat([p.grad for p in group["params"]]),
+                    weights=flat(group["params"]), settings=[group["lr"], group["momentum"]])
+        [*trainings.values()][-1].append(step.copy())
+        step.clear()
+
     with Recorder() as recorder:
         recorder.put(lesson, "load_data", load_float64)
-        recorder.on_forward(after=seen.forward)
-        recorder.on_step(after=seen.stepped)
+        recorder.on_forward(after=forward)
+        recorder.on_step(after=stepped)
 
         @recorder.around(nn.functional, "cross_entropy")
         def recorded_loss(cross_entropy, scores, labels, **options):
             loss = cross_entropy(scores, labels, **options)
-            seen.step |= {"labels": labels.cpu(), "loss": loss.item()}
+            step.update(labels=labels.cpu(), loss=loss.item())
             return loss
 
         @recorder.around(lesson, "train")
         def train_and_interrupt(train, rank, world_size, args):
             for training, flags in (("stopped", {"epochs": STOP_AFTER}), ("resumed", {}),
                                     ("whole", {"checkpoint": None})):
-                seen.begin(training)
+                trainings[training] = []
                 with_flags = Namespace(**{**vars(args), **flags})
                 histories[training] = train(rank, world_size, with_flags)
-            everyone.extend(gathered(seen.trainings))
+            everyone.extend(gathered(trainings))
             return histories["whole"]
 
         metrics = lesson.run_worker(rank, world_size, args)

@@ -21,8 +21,8 @@ parameters, of their gradients and of Adam's two moments; for that, it sends hal
     torchrun --nproc_per_node 4 ddp_basic/fsdp.py
 
 It ends with, about:
-    1,846,789 parameters on 4 ranks: a rank holds at most 29.5 MB (replicas), 19 MB (optimizer),
-    7.39 MB (full); it sends in a step 11.1 MB (replicas), 16.6 MB (optimizer), 22.2 MB (full)
+    1,846,789 parameters on 4 ranks: a rank holds at most 29.5 MB (replicas), 19.0 MB (optimizer),
+    7.4 MB (full); it sends in a step 11.1 MB (replicas), 16.6 MB (optimizer), 22.2 MB (full)
 """
 
 import argparse

@@ -15,7 +15,7 @@ WORDS = {
            "x": "time (s)", "y": "rank", "forward": "forward and extra work",
            "backward with all_reduce": "backward(): mostly waiting for the others"},
     "ja": {"title": "ランク{rank}が各ステップで{delay:g}秒遅れると、全ランクが遅れる",
-           "x": "時間（秒）", "y": "ランク", "forward": "順伝搬と追加の処理",
+           "x": "時間（秒）", "y": "ランク", "forward": "フォワードパスと追加の処理",
            "backward with all_reduce": "backward()：ほとんどはほかのランクの待ち"},
 }
 # What a timeline shows (common/tracing).

@@ -378,7 +378,7 @@ def hold_updates(found: Comparison, trainers: list[dict]) -> None:
     on_server = trainers[0]["server"]
     sent = counted(step["table gradient"] for trainer in trainers for step in trainer["steps"])
     made = counted(on_server["updates"])
-    hint = "; what DistributedOptimizer compiles takes no lock, and updates can be lost"
+    hint = "; for optim.SGD itself DistributedOptimizer takes no lock, and updates can be lost"
     found.holds("updates of the table, arrived once", made == sent,
                 f"{sent.total()} gradients were sent, {made.total()} steps were made, "
                 f"{(made - sent).total()} of them with something else{'' if made else hint}")

@@ -6,18 +6,22 @@
     python -m exercises hint 03        the next hint
     python -m exercises solution 03    the lesson's function, and why it is so
     python -m exercises answer 03      the answer to the question behind a solved one
+    python -m exercises real 03        the lesson's program, with your function
     python -m exercises reset 03       the stub as it was shipped
 """
 
 import argparse
 import locale
 import os
+import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 from exercises import watching
-from exercises.catalog import HERE, LANGUAGES, Desk, Exercise, exercises, named
+from exercises.catalog import HERE, LANGUAGES, ROOT, Desk, Exercise, exercises, named
+from exercises.overlay import copy_of
 from exercises.words import say
 
 
@@ -32,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the commands."""
     parser = argparse.ArgumentParser(prog="python -m exercises", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = ["learn", "list", "run", "hint", "solution", "answer", "reset"]
+    commands = ["learn", "list", "run", "hint", "solution", "answer", "real", "reset"]
     add = parser.add_argument
     add("command", nargs="?", choices=commands, default="learn", help="(default: learn)")
     add("number", nargs="?", help="of an exercise, or its name (default: the next unsolved one)")
@@ -68,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
         watching.give_hint(exercise, desk, language)
     elif args.command == "answer":
         watching.give_answer(exercise, desk, language)
+    elif args.command == "real":
+        return run_really(exercise, desk.file(exercise))
     elif args.command == "solution":
         show_solution(exercise, language)
     else:
@@ -96,6 +102,20 @@ def show_solution(exercise: Exercise, language: str) -> None:
     print(say(key, language, file=file, line=line))
     print(f"\n{text}")
     print(say("why", language, why=exercise.text[language]["why"].strip()))
+
+
+def run_really(exercise: Exercise, file: Path) -> int:
+    """Run the command `after` with the learner's function in the lesson; return its status.
+
+    A prediction is part of no program: there the lesson runs as it is.
+    """
+    with copy_of(exercise, file) as copy:
+        command, tree = [sys.executable, *shlex.split(exercise.after)[1:]], ROOT
+        if exercise.kind != "measure":
+            command += ["--output_dir", str(ROOT / "outputs" / "exercises" / exercise.name)]
+            tree = copy.tree
+        environ = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}"}
+        return subprocess.run(command, cwd=tree, env=environ).returncode
 
 
 def stopped(*_: object) -> None:

@@ -3,12 +3,14 @@
     kind, chapter, cell, minutes    write, mend or measure; the notebook's cell; how long it takes
     target                          the lesson's function: "rpc_rl/main.py::Agent.finish_episode"
     program, flags                  whose `--check` judges it, and with what flags
+    again                           flags of further runs, where one is not enough
     loop_s                          seconds that the function may compute, if it is not a short one
     after                           the command of the real run
     [ja], [en]                      title, task, symptom, hints, why, look, question, answer
     [shipped]                       what is found of the stub: a message, or the kind of a verdict
     [[messages]]                    an expression on what was found, and what that means
     [[wrong]]                       a typical wrong attempt, and what has to be found of it
+    [[right]]                       an answer in another style, which has to pass
     [[refused]]                     a name that this exercise does not allow, and why
     [[cases]]                       of measure: arguments of `predict`, flags of the run, what is
                                     measured; a tolerance: relative or absolute; the solution

@@ -27,7 +27,10 @@ def check(exercise: Exercise, learners_file: Path, patience: float = 1.0,
     with copy_of(exercise, learners_file) as copy:
         if exercise.kind == "measure":
             return measuring.measure(copy, patience, show)
-        flags = exercise.text.get("flags", [])
-        ended = run(copy, copy.tree / exercise.program, "--check",
-                    "--output_dir", copy.tree / "outputs", *flags, patience=patience)
-        return of_run(ended, copy)
+        for flags in (exercise.text.get("flags", []), *exercise.text.get("again", [])):
+            ended = run(copy, copy.tree / exercise.program, "--check",
+                        "--output_dir", copy.tree / "outputs", *flags, patience=patience)
+            verdict = of_run(ended, copy)
+            if not verdict.passed:
+                break
+        return verdict

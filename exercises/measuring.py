@@ -17,8 +17,9 @@ def measure(copy: Copy, patience: float, show: Callable[[str, dict], None]) -> V
 
     Args:
         copy: of asking.py with the learner's function. The `cases` of its exercise have the
-            `arguments` of `predict`, the `flags` of the program, or of a `program` of its own, and
-            `measured`, an expression on the `metrics` of its metrics.json.
+            `arguments` of `predict`, the `flags` of the program, or of a `program` of its own,
+            `measured`, an expression on the `metrics` of its metrics.json, and may have a
+            tolerance of their own.
         patience: multiplies all limits, for a busy machine.
         show: called with what is shown before the verdict: a key in words.toml, and its values.
     """
@@ -71,7 +72,8 @@ def compare(exercise: Exercise, predicted: list[int | float],
     """Return the verdict: each prediction beside what was measured."""
     rows, evidence = [], []
     for case, number, truth in zip(exercise.cases, predicted, measured, strict=True):
-        relative, absolute = exercise.text.get("relative", 0.0), exercise.text.get("absolute", 0.0)
+        relative, absolute = ((exercise.text | case).get(key, 0.0)
+                              for key in ("relative", "absolute"))
         off = abs(number - truth)
         holds = off <= max(absolute, relative * abs(truth))
         allowed = _short(absolute) if absolute else f"{relative:.0%}"
@@ -98,4 +100,4 @@ def _call(case: dict) -> str:
 
 def _short(number: float) -> str:
     whole = isinstance(number, int) or float(number).is_integer()
-    return f"{number:,}" if whole else f"{number:.3g}"
+    return f"{number:,}" if whole else f"{number:,.1f}" if abs(number) >= 100 else f"{number:.3g}"

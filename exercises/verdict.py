@@ -8,7 +8,7 @@ from exercises.overlay import Copy, Line
 from exercises.running import Ended, Rank
 from exercises.words import say
 
-FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([\w<>.]+)')
 ERROR = re.compile(r"(?:^|\\n)((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*?)(?=\\n|$)",
                    re.MULTILINE)
 BLAMED = re.compile(r"^error: rank (\d+) \(([^)]+)\)", re.MULTILINE)

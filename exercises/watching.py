@@ -101,22 +101,29 @@ def introduce(exercise: Exercise, file: Path, language: str) -> None:
     print(say("where", language, chapter=exercise.chapter, cell=exercise.cell, kind=kind,
               minutes=exercise.minutes))
     print(f"\n{words['task'].strip()}\n")
-    print(say("shows", language, symptom=words["symptom"].strip()))
     print(say("edit", language, file=file))
     sys.stdout.flush()
 
 
 def judge(exercise: Exercise, desk: Desk, language: str, patience: float = 1.0) -> bool:
-    """Check an exercise, print the verdict and what comes after it; return if it has passed."""
+    """Check an exercise, print the verdict and what comes after it; return if it has passed.
+
+    As long as nothing is changed, what is seen is said, and not what it means.
+    """
     file = desk.file(exercise)
+    words = exercise.text[language]
     print(say("checks", language, name=file.name), flush=True)
     verdict = check(exercise, file, patience,
                     lambda key, values: print(say(key, language, **values), flush=True))
+    is_shipped = file.read_bytes() == exercise.stub.read_bytes()
+    if is_shipped:
+        verdict.message = None
     print(verdict.render(language), flush=True)
+    if is_shipped:
+        print(say("shows", language, symptom=words["symptom"].strip()), flush=True)
     if verdict.passed:
         desk.solve(exercise)
-        words = exercise.text[language]
-        print(say("after", language, command=exercise.after))
+        print(say("after", language, number=exercise.number, command=exercise.after))
         print(f"  {words['look'].strip()}")
         print(say("question", language, question=words["question"].strip()))
         print(say("unfold", language, number=exercise.number), flush=True)

@@ -52,6 +52,7 @@ SIDE = 33  # pixels; of 32, the last layers leave one
 BLOCKS = [1, 2, 2, 1]  # in layer1 to layer4
 CALM = 100  # the learning rate is divided by it, so that rounding grows less
 MOST_ROWS = 3  # the first ones of --num_splits
+SENT_S = 3.0  # at most, until all micro-batches of a batch have been sent
 ADD_S = 0.2  # between the look-up of a gradient and its sum
 TOLERANCE = 1e-10
 BECAUSE = "the same sums in another order, in float64"
@@ -350,7 +351,7 @@ class OnMaster(StepByStep):
 
     def __init__(self, alone: Iterator[dict]) -> None:
         super().__init__(lesson.WORKERS, alone)
-        self.optimizer_steps = 0
+        self.optimizer_steps, self.sent = 0, {}
         self.here = threading.local()  # the number of this thread's micro-batch
 
     def before(self, module: nn.Module, inputs: tuple) -> None:
@@ -381,12 +382,16 @@ class OnMaster(StepByStep):
                      for name in ("images", "targets", "outputs") if name in self.now}
             self.now |= {"outputs": whole.pop("outputs"), "data": whole}
             rrefs = self.now.pop("rrefs")
-            self.add_step([rpc.rpc_sync(rref.owner(), state_of, args=(rref,)) for rref in rrefs])
+            states = [rpc.rpc_sync(rref.owner(), state_of, args=(rref,)) for rref in rrefs]
+            self.sent = {worker: state["sent"]
+                         for worker, state in zip(self.workers, states, strict=True)}
+            self.add_step(states)
 
 
 def state_of(shard_rref: rpc.RRef) -> dict:
-    """Return, on a worker, the `state` of its shard."""
-    return state(shard_rref.local_value())
+    """Return, on a worker, the `state` of its shard, and what was `sent` to it."""
+    shard = shard_rref.local_value()
+    return state(shard) | {"sent": shard.sent}
 
 
 def record(program: str, rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
@@ -397,6 +402,7 @@ def record(program: str, rank: int, world_size: int, args: argparse.Namespace) -
     if rank > 0:
         with Recorder() as recorder:
             add_slowly(recorder)
+            wait_for_all(recorder, args)
             return run_worker(rank, world_size, args)
     seen = OnMaster(single_process(args))
     with Recorder() as recorder:
@@ -412,8 +418,45 @@ def record(program: str, rank: int, world_size: int, args: argparse.Namespace) -
     made, expected = seen.optimizer_steps, len(args.num_splits) * (1 + args.num_batches)
     found.holds("steps", made == expected,
                 f"the run made {made} optimizer steps, the oracle expects {expected}")
+    hold_sent(found, seen.sent)
     hold_layers(found, *layers)
     return found.as_dict()
+
+
+def hold_sent(found: Comparison, sent: dict[str, dict]) -> None:
+    """Hold what `wait_for_all` has seen: nothing on the master waits, features come directly."""
+    late = [number for of_worker in sent.values() for number in of_worker["late"]]
+    came = "only {} of {}".format(*late[0]) if late else "all"
+    found.holds("sent at once", not late, "while each worker holds back the first micro-batch of a "
+                f"batch, {came} of this batch are sent to it")
+    sources = {worker: sorted(of_worker["by"]) for worker, of_worker in sent.items()}
+    found.holds("owners", [*sources.values()] == [[lesson.MASTER_NAME], lesson.WORKERS[:1]],
+                f"each worker fetches its inputs from {sources}")
+
+
+def wait_for_all(recorder: Recorder, args: argparse.Namespace) -> None:
+    """Let each worker begin with a batch when all its micro-batches have been sent to it.
+
+    A shard gets `sent`: where not all had come in time, how many of how many; the owners `by` name.
+    """
+    ends = list(itertools.accumulate(args.num_splits * (1 + args.num_batches)))
+    changed = threading.Condition()
+    for shard_class in (lesson.ResNetShard1, lesson.ResNetShard2):
+        @recorder.around(shard_class, "forward")
+        def forward(original, shard, x_rref, i):
+            with changed:
+                if not hasattr(shard, "sent"):
+                    shard.sent = {"number": 0, "late": [], "by": set()}
+                sent = shard.sent
+                sent["number"] += 1
+                if hasattr(x_rref, "owner_name"):
+                    sent["by"].add(x_rref.owner_name())
+                begin, end = next((pair for pair in itertools.pairwise([0, *ends])
+                                   if pair[1] >= sent["number"]), (0, 0))
+                changed.notify_all()
+                if not sent["late"] and not changed.wait_for(lambda: sent["number"] >= end, SENT_S):
+                    sent["late"].append((sent["number"] - begin, end - begin))
+            return original(shard, x_rref, i)
 
 
 def add_slowly(recorder: Recorder) -> None:

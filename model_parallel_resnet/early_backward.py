@@ -6,16 +6,15 @@ needs no other. So the master sends its gradient at once, and worker2 works on i
 still has others to send forward. This is the order of "1f1b" in schedules.py, which here nobody
 has to write down.
 
-    main.py            worker1  F0 F1 F2 F3 .. .. .. .. .. B0 B1 B2 B3 step
-                       worker2  .. F0 F1 F2 F3 B0 B1 B2 B3 .. .. .. .. step
-    early_backward.py  worker1  F0 F1 F2 F3 B0 .. B1 .. B2 .. B3 step
-                       worker2  .. F0 B0 F1 B1 F2 B2 F3 B3 .. .. step
+    main.py            worker1  F0 F1 F2 F3 .. .. B0 B1 B2 B3 step
+                       worker2  .. F0 F1 F2 F3 B0 B1 B2 B3 .. step
+    early_backward.py  worker1  F0 F1 F2 F3 B0 B1 .. B2 .. B3 step
+                       worker2  .. F0 B0 F1 B1 F2 B2 F3 B3 .. step
 
-What it wins depends on the machine: 4 micro-batches took 1.71 s a batch, and 1.89 s in main.py's
-order, when it was written (docs/measurements/model_parallel_resnet.md); in the last measurement
-both took 2.3 s (docs/results/pipeline_schedules.json, 2 cores, ranges of a second). Measure with
-`python -m benchmarks.model_parallel_resnet`. Two backwards of a worker may run at a time: that
-takes a core which the other one leaves idle. What it costs:
+What it wins: worker2 can drop the activations of a micro-batch before the next one comes; main.py
+keeps those of all. It gains time only from a core that the other worker leaves idle: with equal
+pieces and a core for each worker, both orders take ten slots. On 2 cores both took 2.3 s a batch
+with 4 micro-batches (docs/results/pipeline_schedules.json, ranges of a second). What it costs:
 
 - a context of its own for each micro-batch. The first gradient that reaches a worker makes its
   autograd count what every gradient of that context has to wait for; a forward that comes later
@@ -30,7 +29,7 @@ takes a core which the other one leaves idle. What it costs:
 
 It ends with, about:
     resnet50, RPC pipeline: loss 0.3693 -> 0.0214 |
-    best with num_split 4: 2.35 s a batch, 1.54 times as fast as with 1 (ideal 1.60), ...
+    best with num_split 4: ... s a batch, ... times as fast as with 1 (ideal 1.60), ...
 """
 
 import argparse

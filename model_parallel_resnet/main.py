@@ -22,7 +22,7 @@ Distributed autograd brings the gradients back the same way.
 
 It ends with, about:
     resnet50, RPC pipeline: loss 0.3693 -> 0.0221 |
-    best with num_split 4: 2.03 s a batch, 2.01 times as fast as with 1 (ideal 1.60), ...
+    best with num_split 4: ... s a batch, ... times as fast as with 1 (ideal 1.60), ...
 
 early_backward.py sends each micro-batch back at once; schedules.py does it without RPC.
 """
@@ -195,7 +195,7 @@ class DistResNet50(nn.Module):
 
 
 class SGD(optim.SGD):
-    """Steps as torch's; `DistributedOptimizer` does not know it, and so does not compile it."""
+    """Steps as torch's; of `optim.SGD` itself, `DistributedOptimizer` uses a form of its own."""
 
 
 def run_master(args: argparse.Namespace) -> dict:
@@ -204,6 +204,8 @@ def run_master(args: argparse.Namespace) -> dict:
     model = DistResNet50(1, WORKERS, args.arch, args.num_classes, args.device, args.seed)
     loss_fn = nn.MSELoss()
     # The gradients are in the context, not in `.grad`: a plain optimizer would do nothing.
+    # And here the shards' types become known: an RRef that has to ask for its type first sends an
+    # `rpc_async()` from another thread, outside of the context, and its gradients are lost.
     opt = DistributedOptimizer(SGD, model.parameter_rrefs(), lr=args.lr)
     inputs, labels = get_batch(args)  # Tutorial: drawn anew for each batch; no loss could fall.
     batches = Batches(MASTER_NAME, args)

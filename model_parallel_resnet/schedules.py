@@ -25,7 +25,7 @@ the first two.
 
 It ends with, about:
     resnet50, gpipe: loss 0.3568 -> 0.0521 |
-    best with num_split 4: 2.20 s a batch, 1.43 times as fast as with 1 (ideal 1.60), ...
+    best with num_split 4: ... s a batch, ... times as fast as with 1 (ideal 1.60), ...
 """
 
 import argparse

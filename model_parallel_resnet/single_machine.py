@@ -23,7 +23,7 @@ a run shows what the splitting costs, not what it wins, and its first line state
     python model_parallel_resnet/single_machine.py --check                  as an unsplit ResNet50?
 
 It ends with, about:
-    ResNet50 on one device (cpu): model parallel takes -4% time (tutorial +7%), pipelined -23% ...
+    ResNet50 on one device (cpu): model parallel takes ...% time (tutorial +7%), pipelined ...%
 """
 
 import argparse
@@ -129,7 +129,7 @@ def train(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
         loss = loss_fn(outputs, labels.to(outputs.device))
         loss.backward()
         optimizer.step()
-        losses.append(loss.detach())  # not .item(): it would wait for the GPUs in every step
+        losses.append(loss.detach())  # not .item(), which waits for the GPUs
     return losses
 
 

@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import random
+import re
 import statistics
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -117,7 +118,7 @@ class Seen:
     `ours` and `theirs` have a dict for each step: its "data"; the "weights" and the running
     "statistics" after it, see `furthest`; the "counts" of batches that each BatchNorm has seen. In
     `theirs` are also its "row" and its "loss". `events`: when the lesson has trained, waited for
-    its devices and read the clock.
+    its devices, once for each, and read the clock.
 
     Args:
         alone: the steps of the other program, from `single_process`.
@@ -179,7 +180,7 @@ def record(seen: Seen, args: argparse.Namespace) -> list[dict]:
 
         @recorder.around(lesson, "synchronize")
         def recorded_synchronize(synchronize, devices):
-            seen.events.append("synchronize")
+            seen.events += ["wait"] * len(devices)  # for all, in one call or in several
             synchronize(devices)
 
         return lesson.measure(args)
@@ -222,9 +223,12 @@ def hold_rows(found: Comparison, rows: list[dict], seen: Seen, args: argparse.Na
     found.close("losses", [row["losses"] for row in rows], losses, TOLERANCE, BECAUSE, "row")
     found.equal("times", [row["times_s"] for row in rows], times,
                 "seconds of a clock that only the trainings move on; no warm-up", "row")
-    turn = ["synchronize", "clock", "train", "synchronize", "clock"]
-    found.holds("clock", seen.events == turn * len(list(turns_of(args))),
-                "read before and after each training, when the devices have nothing left to do")
+    wait = f"(wait ){{{len(args.devices)},}}"
+    turn = f"({wait}clock train {wait}clock )" + f"{{{len(list(turns_of(args)))}}}"
+    in_turn = bool(re.fullmatch(turn, " ".join([*seen.events, ""])))
+    begins = f"; it begins: {' '.join(seen.events[: 3 + 2 * len(args.devices)])}"
+    found.holds("clock", in_turn, "read before and after each training, when the devices have "
+                f"nothing left to do{'' if in_turn else begins}")
 
 
 def micro_batches_of(args: argparse.Namespace) -> list[int]:

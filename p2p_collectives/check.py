@@ -20,11 +20,12 @@ from p2p_collectives.messages import record_messages
 DELAY_S = 0.1  # of messages, for each rank
 
 
-def single_process(size: int) -> dict[str, list[list]]:
+def single_process(size: int) -> dict[str, dict[str, list[list]]]:
     """Compute what `size` ranks should hold.
 
     Returns:
-        `{operation: [[before, after] of each rank]}`, lists of numbers; None where it is undefined.
+        `{demo: {operation: [[before, after] of each rank]}}`, lists of numbers; None where it is
+        undefined.
     """
     ranks = range(size)
     counts = [[rank + 1] for rank in ranks]  # 1, 2, 3, ...
@@ -43,26 +44,31 @@ def single_process(size: int) -> dict[str, list[list]]:
         return pairs(start, [[operator([number for [number] in start])]] * size)
 
     return {
-        "send, recv": pairs(zeros, counts),  # each adds one to what it has received
-        "isend, irecv": pairs(zeros, [[1], [1], *zeros[2:]]),
-        "batch_isend_irecv": pairs(zeros, [[size - 1], *([rank - 1] for rank in ranks[1:])]),
-        "all_reduce in [0, 1]": pairs([[1]] * size, [[2], [2], *[[1]] * (size - 2)]),
-        "broadcast": pairs([[10, 20], *[[0, 0]] * (size - 1)], [[10, 20]] * size),
-        "scatter": pairs([everything, *zeros[1:]], tens),
-        "gather": pairs(tens, [everything, *[None] * (size - 1)]),
-        "reduce SUM": pairs(counts, [[sum(range(1, size + 1))], *[None] * (size - 1)]),
-        "all_reduce SUM": reduced(counts, sum),
-        "all_reduce PRODUCT": reduced(ones_and_twos, prod),
-        "all_reduce MIN": reduced(counts, min),
-        "all_reduce MAX": reduced(counts, max),
-        "all_reduce AVG": reduced(counts, lambda numbers: sum(numbers) / size),
-        "all_gather": pairs(tens, [everything] * size),
-        "reduce_scatter SUM": pairs(lists, [[sum(column)] for column in zip(*lists, strict=True)]),
-        "all_to_all": pairs(matrix, [[row[rank] for row in matrix] for rank in ranks]),
-        "barrier": pairs([None] * size, [[size]] * size),
-        "all_reduce in evens, odds": pairs([[rank] for rank in ranks],
-                                           [[sum(kind)] for kind in own_kind]),
-        "broadcast in evens, odds": pairs(tens, [[10 * kind[0]] for kind in own_kind]),
+        "blocking": {"send, recv": pairs(zeros, counts)},  # each adds one to what it has received
+        "nonblocking": {
+            "isend, irecv": pairs(zeros, [[1], [1], *zeros[2:]]),
+            "batch_isend_irecv": pairs(zeros, [[size - 1], *([rank - 1] for rank in ranks[1:])])},
+        "all_reduce": {
+            "all_reduce in [0, 1]": pairs([[1]] * size, [[2], [2], *[[1]] * (size - 2)])},
+        "collectives": {
+            "broadcast": pairs([[10, 20], *[[0, 0]] * (size - 1)], [[10, 20]] * size),
+            "scatter": pairs([everything, *zeros[1:]], tens),
+            "gather": pairs(tens, [everything, *[None] * (size - 1)]),
+            "reduce SUM": pairs(counts, [[sum(range(1, size + 1))], *[None] * (size - 1)]),
+            "all_reduce SUM": reduced(counts, sum),
+            "all_reduce PRODUCT": reduced(ones_and_twos, prod),
+            "all_reduce MIN": reduced(counts, min),
+            "all_reduce MAX": reduced(counts, max),
+            "all_reduce AVG": reduced(counts, lambda numbers: sum(numbers) / size),
+            "all_gather": pairs(tens, [everything] * size),
+            "reduce_scatter SUM": pairs(lists,
+                                        [[sum(column)] for column in zip(*lists, strict=True)]),
+            "all_to_all": pairs(matrix, [[row[rank] for row in matrix] for rank in ranks])},
+        "barrier": {"barrier": pairs([None] * size, [[size]] * size)},
+        "groups": {
+            "all_reduce in evens, odds": pairs([[rank] for rank in ranks],
+                                               [[sum(kind)] for kind in own_kind]),
+            "broadcast in evens, odds": pairs(tens, [[10 * kind[0]] for kind in own_kind])},
     }
 
 
@@ -88,29 +94,16 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     return verdict(launch(record, args, program.role_name))
 
 
-OPERATIONS = {
-    "blocking": ["send, recv"],
-    "nonblocking": ["isend, irecv", "batch_isend_irecv"],
-    "all_reduce": ["all_reduce in [0, 1]"],
-    "collectives": ["broadcast", "scatter", "gather", "reduce SUM", "all_reduce SUM",
-                    "all_reduce PRODUCT", "all_reduce MIN", "all_reduce MAX", "all_reduce AVG",
-                    "all_gather", "reduce_scatter SUM", "all_to_all"],
-    "barrier": ["barrier"],
-    "groups": ["all_reduce in evens, odds", "broadcast in evens, odds"],
-}
-
-
 def compare(metrics: dict, not_waited_for: list[int], args: Namespace) -> dict:
     """Hold the metrics of a run, and its requests by rank, against one process."""
     findings = Comparison(f"{args.world_size} processes")
-    oracle = single_process(args.world_size)
-    demos = OPERATIONS if args.demo == "all" else [args.demo]
+    oracle = {name: rows for demo, of_demo in single_process(args.world_size).items()
+              for name, rows in of_demo.items() if args.demo in ("all", demo)}
     ran = {operation["operation"]: operation for operation in metrics["operations"]}
-    expected = [name for demo in demos for name in OPERATIONS[demo]]
-    missing = [name for name in expected if name not in ran]
-    findings.holds("operations", not missing, f"{len(expected)} were expected; not there: "
+    missing = [name for name in oracle if name not in ran]
+    findings.holds("operations", not missing, f"{len(oracle)} were expected; not there: "
                    f"{', '.join(missing) or 'none'}")
-    for name in [name for name in expected if name in ran]:
+    for name in [name for name in oracle if name in ran]:
         rows, theirs = ran[name]["rows"], oracle[name]
         if name == "barrier":  # how many were there before it is up to the machine
             if rows[0][1] is None:

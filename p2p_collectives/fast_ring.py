@@ -14,7 +14,7 @@ SOCKET_BUFFER_BYTES = 256 * 2**10
 
 
 class RingAllReduce:
-    """Sums a contiguous tensor in place when called: `ring_chunked`, as fast as Python allows.
+    """Sums contiguous float32 in place when called: `ring_chunked`, as fast as Python allows.
 
     - Receives are posted before the data come. A message that nobody waits for must first ask where
       to go.
@@ -25,20 +25,18 @@ class RingAllReduce:
     - `group` may have connections of its own: see `group_with_small_buffers`.
 
     Args:
-        dtype: of the tensors to come.
         group: of all ranks; None for the default one.
-        segment_bytes: smaller segments overlap sooner, but each message costs a core about 0.1 ms
-            in Python and gloo.
-        n_buffers: receives posted at a time.
+        segment_size: numbers in a segment, by default 8 MiB. Smaller ones overlap sooner, but each
+            message costs a core about 0.1 ms in Python and gloo.
         ranks: in the ring, in their order; None for all.
     """
 
-    def __init__(self, dtype: torch.dtype, group: dist.ProcessGroup | None = None,
-                 segment_bytes: int = 8 * 2**20, n_buffers: int = 2,
+    def __init__(self, group: dist.ProcessGroup | None = None, segment_size: int = 2 * 2**20,
                  ranks: Sequence[int] | None = None) -> None:
-        self.group, self.segment_size = group, segment_bytes // dtype.itemsize
+        self.group, self.segment_size = group, segment_size
         self.ranks = range(dist.get_world_size()) if ranks is None else ranks
-        self.buffers = [torch.empty(self.segment_size, dtype=dtype) for _ in range(n_buffers)]
+        # As many receives are posted at a time.
+        self.buffers = [torch.empty(segment_size, dtype=torch.float32) for _ in range(2)]
 
     def __call__(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` over all ranks: bitwise identical on all, as each chunk is added up once."""

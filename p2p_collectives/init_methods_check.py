@@ -79,26 +79,21 @@ def compare(metrics: dict, everyone: list[list[dict]], args: Namespace) -> dict:
 def compare_words(findings: Comparison, method: str, meeting: list[dict], reported: dict,
                   args: Namespace) -> None:
     """Hold what each process knew, as it was reported, against what `init_process_group` got."""
-    places = {of_rank["place"] for of_rank in meeting}
-    where = next(iter(places)) or ""
-    expected, alike = [], len(places) == 1 and reported["method"] == method
-    for rank, of_rank in enumerate(meeting):
-        address, port = of_rank["environment"].values()
-        if method == "env":
-            place = f"MASTER_ADDR={address} MASTER_PORT={port} RANK={rank}"
-            expected.append(f"{place} WORLD_SIZE={args.world_size}")
-        else:
-            expected.append(f"init_method={where!r}, rank={rank}, world_size={args.world_size}")
-        alike = alike and of_rank["backend"] == "gloo"
-    if not dist.is_torchelastic_launched():
-        place = f"{args.master_addr}:{args.master_ports[method]}"
-        if method == "env":
-            alike = alike and expected[0].startswith("MASTER_ADDR={} MASTER_PORT={} ".format(
-                *place.rsplit(":", 1)))
-        elif method == "tcp":
-            alike = alike and where == f"tcp://{place}"
-        elif args.file is not None:
-            alike = alike and where == f"file://{args.file.absolute()}"
+    environments = [of_rank["environment"].values() for of_rank in meeting]
+    places = ([":".join(map(str, environment)) for environment in environments] if method == "env"
+              else [of_rank["place"] for of_rank in meeting])
+    agreed = f"{args.master_addr}:{args.master_ports[method]}"
+    if dist.is_torchelastic_launched() or (method == "file" and args.file is None):
+        agreed = places[0]  # nobody has said where
+    elif method != "env":
+        agreed = f"tcp://{agreed}" if method == "tcp" else f"file://{args.file.absolute()}"
+    expected = [f"init_method={agreed!r}, rank={rank}, world_size={args.world_size}"
+                for rank in range(args.world_size)]
+    if method == "env":
+        expected = ["MASTER_ADDR={} MASTER_PORT={} RANK={} WORLD_SIZE={}".format(
+            *environment, rank, args.world_size) for rank, environment in enumerate(environments)]
+    alike = ({*places} == {agreed} and reported["method"] == method
+             and all(of_rank["backend"] == "gloo" for of_rank in meeting))
     knew = [row["knew"] for row in reported["ranks"]]
     findings.holds(f"{method}, place", alike and knew == expected,
                    f"all ranks meet at one place, over gloo, and know of it {knew}")

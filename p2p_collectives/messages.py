@@ -34,6 +34,11 @@ class Messages:
         """Count the requests for which nobody has waited."""
         return sum(not request.waited for request in self.requests)
 
+    def total(self, first: int) -> list:
+        """Return how many bytes were sent since message `first`, and the list of receivers."""
+        since = self.sent[first:]
+        return [sum(n_bytes for _, n_bytes in since), sorted({receiver for receiver, _ in since})]
+
 
 def record_messages(recorder: Recorder, delay: float = 0.0) -> Messages:
     """Record `isend` and `irecv` of this process from now on.

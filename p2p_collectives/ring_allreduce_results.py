@@ -1,4 +1,4 @@
-"""What `ring_allreduce.py` makes of its times: bandwidths, alpha-beta model, tables, pictures."""
+"""What `ring_allreduce.py` makes of its times: bandwidths, alpha-beta model, table, picture."""
 
 import statistics
 from argparse import Namespace
@@ -10,32 +10,13 @@ from common import picture, report
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-OTHER_WORLDS = (8, 64, 1024)  # for which the model is printed
-DRAWN_WORLDS = (8, 32, 128, 1024)
-DRAWN_SIZES = [2**power for power in range(12, 31, 3)]  # 4 KiB to 1 GiB
-FITTED = {
-    "en": "Not measured: T = 2(N-1)(alpha + S/(N beta)), alpha {alpha:.0f} µs, "
-          "beta {beta:.2f} GB/s, fitted to {ranks} ranks",
-    "ja": "測定値ではない：T = 2(N-1)(alpha + S/(N beta))、alpha {alpha:.0f} µs、"
-          "beta {beta:.2f} GB/s、{ranks}ランクの測定値に当てはめた",
-}
 WORDS = {
-    "measured": {
-        "en": {"title": "All-reduce of {dtype} on {ranks} ranks", "x": "message size",
-               "y": "bus bandwidth (GB/s)", "model": "model of RingAllReduce",
-               "one": "One run, medians of {repeats} rounds"},
-        "ja": {"title": "{ranks}ランクのall-reduce（{dtype}）", "x": "メッセージのサイズ",
-               "y": "バス帯域（GB/s）", "model": "RingAllReduceのモデル",
-               "one": "1回の測定（{repeats}回の中央値）"},
-    },
-    "model": {
-        "en": {"title": "The ring on more ranks, as the alpha-beta model predicts it",
-               "x": "message size", "y": "bus bandwidth (GB/s)", "line": "%d ranks",
-               "one": FITTED["en"], "several": FITTED["en"]},
-        "ja": {"title": "ランクを増やしたリングの予測（alpha-betaモデル）",
-               "x": "メッセージのサイズ", "y": "バス帯域（GB/s）", "line": "%dランク",
-               "one": FITTED["ja"], "several": FITTED["ja"]},
-    },
+    "en": {"title": "All-reduce of float32 on {ranks} ranks", "x": "message size",
+           "y": "bus bandwidth (GB/s)", "model": "model of RingAllReduce",
+           "one": "One run, medians of {repeats} rounds"},
+    "ja": {"title": "{ranks}ランクのall-reduce（float32）", "x": "メッセージのサイズ",
+           "y": "バス帯域（GB/s）", "model": "RingAllReduceのモデル",
+           "one": "1回の測定（{repeats}回の中央値）"},
 }
 
 
@@ -77,24 +58,16 @@ def model_seconds(world_size: int, n_bytes: float, alpha: float, beta: float) ->
     return 2 * (world_size - 1) * (alpha + n_bytes / (world_size * beta))
 
 
-def fit_model(world_size: int, points: list[tuple[int, float]]) -> tuple[float, float] | None:
+def fit(points: list[tuple[float, float, float]]) -> tuple[float, float] | None:
     """Fit alpha (s) and beta (bytes/s), with the smallest relative squared errors.
 
     Args:
-        world_size: of the ring.
-        points: (bytes, seconds) of each size.
+        points: (messages, bytes, seconds) of each size.
 
     Returns:
         Both; or None if the points do not determine them: a single size, or only sizes whose bytes
         cost nothing yet.
     """
-    messages = 2 * (world_size - 1)
-    return fit([(messages, messages * n_bytes / world_size, seconds)
-                for n_bytes, seconds in points])
-
-
-def fit(points: list[tuple[float, float, float]]) -> tuple[float, float] | None:
-    """Fit as `fit_model`, to points of (messages, bytes, seconds), any way to communicate."""
     from scipy.optimize import nnls
 
     # T = messages * alpha + bytes * 1/beta, each equation divided by its T; no negative results.
@@ -115,20 +88,20 @@ def size_text(n_bytes: int) -> str:
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Fit the model, draw, write metrics.json, print the tables and the line of numbers.
+    """Fit the model, draw, write metrics.json, print the table and the line of numbers.
 
     Returns:
         The whole metrics.
     """
-    if args.world_size > 1:
-        points = [(row["bytes"], row["median_s"]) for row in metrics["rows"]
-                  if row["algorithm"] == "RingAllReduce"]
-        if model := fit_model(args.world_size, points):
-            metrics |= {"alpha_s": model[0], "beta_GBps": model[1] / 1e9}
+    messages = 2 * (args.world_size - 1)
+    if args.world_size > 1 and (model := fit([
+            (messages, messages * row["bytes"] / args.world_size, row["median_s"])
+            for row in metrics["rows"] if row["algorithm"] == "RingAllReduce"])):
+        metrics |= {"alpha_s": model[0], "beta_GBps": model[1] / 1e9}
     metrics = report.save_metrics(args, metrics, backend="gloo", device="cpu")
     if args.world_size > 1:
         plot([metrics], args)
-    show(metrics, args)
+    show(metrics)
     largest = {row["algorithm"]: row for row in metrics["rows"] if row["bytes"] == max(args.sizes)}
     ours, naive = largest["RingAllReduce"], largest["ring_naive"]
     ranks = "1 rank" if args.world_size == 1 else f"{args.world_size} ranks"
@@ -139,45 +112,25 @@ def finish(metrics: dict, args: Namespace) -> dict:
 
 
 def plot(runs: list[dict], args: Namespace) -> None:
-    """Draw what one or several runs have measured, `bandwidth.png`; and the model, `model.png`."""
+    """Draw what one or several runs have measured, and the model: `bandwidth.png`."""
     path, rows = args.output_dir / "bandwidth.png", runs[0]["rows"]
     sizes, ranks = sorted(set(args.sizes)), runs[0]["world_size"]
-    values = {"dtype": args.dtype, "ranks": ranks, "repeats": args.repeats}
     models = [(run["alpha_s"], 1e9 * run["beta_GBps"]) for run in runs if "alpha_s" in run]
-    for axes, texts in picture.in_each_language(path, WORDS["measured"], runs, **values):
+    for axes, texts in picture.in_each_language(path, WORDS, runs, ranks=ranks,
+                                                repeats=args.repeats):
         for index, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
             speeds = [[next(row["bus_GBps"] for row in run["rows"]
                             if (row["bytes"], row["algorithm"]) == (n_bytes, name))
                        for n_bytes in sizes] for run in runs]
             picture.line(axes, sizes, speeds, color=f"C{index}", markersize=5, label=name)
         if models:
-            plot_model(axes, sizes, ranks, models, color="0.3", linestyle="--",
-                       label=texts["model"])
+            alpha, beta = (statistics.median(numbers) for numbers in zip(*models, strict=True))
+            curve = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / 50) for i in range(51)]
+            speeds = [bus_bandwidth(ranks, n_bytes, model_seconds(ranks, n_bytes, alpha, beta))
+                      for n_bytes in curve]
+            axes.plot(curve, [speed / 1e9 for speed in speeds], color="0.3", linestyle="--",
+                      label=texts["model"])
         scale(axes, sizes)
-    if models:
-        path = args.output_dir / "model.png"
-        alpha, beta = (statistics.median(numbers) for numbers in zip(*models, strict=True))
-        values |= {"alpha": 1e6 * alpha, "beta": beta / 1e9}
-        for axes, texts in picture.in_each_language(path, WORDS["model"], runs, **values):
-            for index, world in enumerate(DRAWN_WORLDS):
-                plot_model(axes, DRAWN_SIZES, world, models, color=f"C{index}",
-                           label=texts["line"] % world)
-            scale(axes, DRAWN_SIZES)
-
-
-def plot_model(axes: "Axes", sizes: list[int], world_size: int, models: list[tuple[float, float]],
-               **look) -> None:
-    """Draw the bandwidths that the median of the models has between the smallest and largest size.
-
-    Args:
-        axes, sizes, world_size: where, from which to which size, and of how many ranks.
-        models: (alpha, beta) of each run.
-        look: of the line.
-    """
-    alpha, beta = (statistics.median(numbers) for numbers in zip(*models, strict=True))
-    curve = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / 50) for i in range(51)]
-    axes.plot(curve, [bus_bandwidth(world_size, n_bytes, model_seconds(
-        world_size, n_bytes, alpha, beta)) / 1e9 for n_bytes in curve], **look)
 
 
 def scale(axes: "Axes", sizes: list[int]) -> None:
@@ -189,22 +142,14 @@ def scale(axes: "Axes", sizes: list[int]) -> None:
     axes.minorticks_off()
 
 
-def show(metrics: dict, args: Namespace) -> None:
-    """Print the tables: measured, and modelled."""
+def show(metrics: dict) -> None:
+    """Print the table, and the model."""
     print(f"\n{'size':10}{'algorithm':16}{'median':>12}{'bus GB/s':>12}{'all_reduce = 1':>18}")
     for row in metrics["rows"]:
         print(f"{size_text(row['bytes']):10}{row['algorithm']:16}{1e3 * row['median_s']:9.2f} ms"
               f"{row['bus_GBps']:12.3f}{row['vs_all_reduce']:18.2f}")
     if "alpha_s" in metrics:
-        alpha, beta = metrics["alpha_s"], metrics["beta_GBps"] * 1e9
         print("\nT = 2(N-1)(alpha + S/(N*beta)) fitted to RingAllReduce: "
-              f"alpha {1e6 * alpha:.0f} us a message, beta {beta / 1e9:.2f} GB/s\n"
-              f"{'model, not measured':20}"
-              + "".join(f"{f'{world} ranks':>16}" for world in OTHER_WORLDS))
-        for n_bytes in args.sizes:
-            seconds = [model_seconds(world, n_bytes, alpha, beta) for world in OTHER_WORLDS]
-            print(f"{size_text(n_bytes):20}" + "".join(f"{1e3 * s:13.1f} ms" for s in seconds))
-    elif args.world_size > 1:
-        print("\nno model: it needs two --sizes, one of them large enough for its bytes to cost "
-              "time")
+              f"alpha {1e6 * metrics['alpha_s']:.0f} us a message, "
+              f"beta {metrics['beta_GBps']:.2f} GB/s")
     print()

@@ -1,4 +1,4 @@
-"""What `shared_memory.py` makes of its times: the table, the models, the picture, the numbers."""
+"""What `shared_memory.py` makes of its times: the table, the model, the picture, the numbers."""
 
 import statistics
 from argparse import Namespace
@@ -6,13 +6,12 @@ from argparse import Namespace
 import torch
 from common import picture, report
 
-from p2p_collectives.ring_allreduce_results import fit, fit_model, model_seconds, scale, size_text
+from p2p_collectives.ring_allreduce_results import fit, scale, size_text
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 # Ways to make them, as `shared_memory.py` names them.
 SHARED, COPIED = "shared_memory", "shared_memory_copied"
 HIERARCHICAL = "hierarchical"
-MACHINES = (2, 8, 64)  # for which the model is printed
 MACHINE_WORDS = {"en": ("one machine", "{machines} machines"),
                  "ja": ("1台のマシン", "{machines}台のマシン")}
 WORDS = {
@@ -63,57 +62,20 @@ def rows_of(collective: str, seconds: dict[str, list[float]], world_size: int,
             for way, median in medians.items()]
 
 
-def traffic(collective: str, world_size: int, n_bytes: float) -> float:
-    """Count the bytes that all ranks of a machine read and write there for tensors of n_bytes."""
-    return {"all_reduce": 2 * world_size, "reduce_scatter": world_size + 1,
-            "all_gather": 2 * (world_size - 1)}[collective] * n_bytes
-
-
-def shared_seconds(collective: str, world_size: int, n_bytes: float, barrier: float,
-                   memory: float) -> float:
-    """Compute the model of shared memory: two barriers (s), and its traffic at `memory` bytes/s."""
-    return 2 * barrier + traffic(collective, world_size, n_bytes) / memory
-
-
-def hierarchical_seconds(machines: int, per_machine: int, n_bytes: float,
-                         models: tuple[float, float, float, float]) -> float:
-    """Compute the model of several machines: inside, rings of a slice each between them, inside.
-
-    Args:
-        machines, per_machine: how many machines, of how many ranks.
-        n_bytes: of the tensor.
-        models: alpha (s), beta (bytes/s) of a ring; barrier (s), memory (bytes/s) of a machine.
-    """
-    alpha, beta, barrier, memory = models
-    inside = sum(shared_seconds(collective, per_machine, n_bytes, barrier, memory)
-                 for collective in ("reduce_scatter", "all_gather"))
-    return inside + model_seconds(machines, n_bytes / per_machine, alpha, beta)
-
-
-def with_models(metrics: dict, args: Namespace) -> dict:
-    """Add the fitted models to the metrics; what the times do not determine is missing."""
-    def points(way):
-        return [(row["bytes"], row["median_s"]) for row in metrics["rows"]
-                if (row["collective"], row["way"]) == ("all_reduce", way)]
-
-    if args.world_size > 1 and (model := fit_model(args.world_size, points("ring"))):
-        metrics |= {"alpha_s": model[0], "beta_GBps": model[1] / 1e9}
-    if model := fit([(2, traffic("all_reduce", args.world_size, n_bytes), seconds)
-                     for n_bytes, seconds in points(SHARED)]):
-        metrics |= {"barrier_s": model[0], "memory_GBps": model[1] / 1e9}
-    return metrics
-
-
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Fit the models, draw, write metrics.json, print the tables and the line of numbers.
+    """Fit the model, draw, write metrics.json, print the table and the line of numbers.
 
     Returns:
         The whole metrics.
     """
-    metrics = report.save_metrics(args, with_models(metrics, args), backend="gloo", device="cpu")
+    if model := fit([(2, 2 * args.world_size * row["bytes"], row["median_s"])
+                     for row in metrics["rows"]
+                     if (row["collective"], row["way"]) == ("all_reduce", SHARED)]):
+        metrics |= {"barrier_s": model[0], "memory_GBps": model[1] / 1e9}
+    metrics = report.save_metrics(args, metrics, backend="gloo", device="cpu")
     if args.world_size > 1:
         plot([metrics], args)
-    show(metrics, args)
+    show(metrics)
     ours = next(row for row in reversed(metrics["rows"]) if row["bytes"] == max(args.sizes)
                 and row["collective"] == "all_reduce" and row["way"] != COPIED)
     ranks = "1 rank" if args.world_size == 1 else f"{args.world_size} ranks"
@@ -144,34 +106,13 @@ def plot(runs: list[dict], args: Namespace) -> None:
             axes.set_ylim(bottom=0)
 
 
-def show(metrics: dict, args: Namespace) -> None:
-    """Print the tables: measured, with the model of shared memory beside it; and modelled."""
-    models = [metrics.get(key) for key in ("alpha_s", "beta_GBps", "barrier_s", "memory_GBps")]
-    alpha, beta, barrier, memory = (number and number * (1e9 if i % 2 else 1)
-                                    for i, number in enumerate(models))
-    print(f"\n{'size':10}{'collective':16}{'way':22}{'median':>12}{'gloo = 1':>10}{'model':>12}")
+def show(metrics: dict) -> None:
+    """Print the table, and the model: two barriers, and the bytes that all ranks read and write."""
+    print(f"\n{'size':10}{'collective':16}{'way':22}{'median':>12}{'gloo = 1':>10}")
     for row in metrics["rows"]:
-        model = ""
-        if row["way"] == SHARED and memory:
-            seconds = shared_seconds(row["collective"], args.world_size, row["bytes"], barrier,
-                                     memory)
-            model = f"{1e3 * seconds:9.2f} ms"
         print(f"{size_text(row['bytes']):10}{row['collective']:16}{row['way']:22}"
-              f"{1e3 * row['median_s']:9.2f} ms{row['vs_gloo']:10.2f}{model:>12}")
-    if memory:
-        print(f"\nshared memory: T = 2 barrier + traffic / memory, fitted to all_reduce: barrier "
-              f"{1e6 * barrier:.0f} us, memory {memory / 1e9:.1f} GB/s")
-    if memory and beta:
-        n = args.world_size
-        print(f"ring: T = 2(N-1)(alpha + S/(N*beta)): alpha {1e6 * alpha:.0f} us a message, beta "
-              f"{beta / 1e9:.2f} GB/s\n{'model, not measured':24}"
-              + "".join(f"{f'{machines} machines of {n}':>20}" for machines in MACHINES))
-        fitted = alpha, beta, barrier, memory
-        predictions = {
-            "ring": lambda machines, size: model_seconds(machines * n, size, alpha, beta),
-            HIERARCHICAL: lambda machines, size: hierarchical_seconds(machines, n, size, fitted)}
-        for n_bytes in args.sizes:
-            for way, predict in predictions.items():
-                print(f"{size_text(n_bytes):10}{way:14}" + "".join(
-                    f"{1e3 * predict(machines, n_bytes):17.1f} ms" for machines in MACHINES))
+              f"{1e3 * row['median_s']:9.2f} ms{row['vs_gloo']:10.2f}")
+    if "barrier_s" in metrics:
+        print("\nshared memory: T = 2 barrier + traffic / memory, fitted to all_reduce: barrier "
+              f"{1e6 * metrics['barrier_s']:.0f} us, memory {metrics['memory_GBps']:.1f} GB/s")
     print()

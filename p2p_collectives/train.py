@@ -154,7 +154,7 @@ def average_gradients(model: nn.Module, share: float) -> None:
     """
     for param in model.parameters():
         param.grad *= share  # Tutorial: /= size, which is wrong where the pieces are not equal
-        dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)  # left out in one printing of it
+        dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)
 
 
 def run(rank: int, size: int, args: Namespace, train_step: Callable = train_step,

@@ -8,10 +8,12 @@ pieces of a batch are summed in another order.
 """
 
 import importlib
+import itertools
 import shutil
 import tempfile
 import time
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -31,6 +33,8 @@ EPOCHS = 3  # of two, a schedule could be anything
 TRAININGS = {"whole": "", "resumed": "resumed, "}  # what the names of their findings begin with
 TOLERANCE = 1e-9
 WHY = "float64 sums in another order"
+SHARES = (0.7, 0.2, 0.1), *([1 / n] * n for n in (3, 4, 5))  # of parts
+LENGTHS = 11, 12, 13, 14  # of datasets; no end of a part is at a half
 COMPARED = (  # of each step: what, the tolerance, and why
     ("images", TOLERANCE, "its part, in another order in each epoch"),
     ("labels", 0.0, "those of these images"),
@@ -145,10 +149,10 @@ def pieces_of(rank: int, size: int, n_samples: int, n_steps: int,
 
 
 class Seen:
-    """Keeps the `steps` of one rank in each training, and what each has `reported` in the end."""
+    """Keeps of one rank the `steps` of each training, what that has `reported`; small `parts`."""
 
     def __init__(self) -> None:
-        self.steps, self.reported = {}, {}
+        self.steps, self.reported, self.parts = {}, {}, []
         self.step = {}  # the one that is being made
 
     def begin(self, training: str) -> None:
@@ -184,6 +188,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
 
         @recorder.around(tutorial, "run")
         def run_all(original, rank, size, args, *how):
+            seen.parts = small_parts(args.seed)
             for training, flags in zip(TRAININGS, (args, resuming), strict=True):
                 seen.begin(training)
                 torch.manual_seed(rank)  # nothing may depend on what was drawn before
@@ -220,6 +225,7 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
 def compare(everyone: list[Seen], args: Namespace) -> dict:
     """Hold what all ranks have recorded against one process."""
     findings = Comparison(f"{args.world_size} processes")
+    hold_parts(findings, everyone[0].parts, args.seed)
     oracle, epochs, n_samples = single_process(args)
     of_epoch = len(oracle[0]) // args.epochs
     clipped = sum(step["clipped"] for step in oracle[0])
@@ -248,6 +254,31 @@ def compare(everyone: list[Seen], args: Namespace) -> dict:
         findings.equal(f"resumed as if never stopped, {name}", of_ranks("resumed", name),
                        of_ranks("whole", name)[of_epoch:], "nothing may depend on the interruption")
     return findings.as_dict()
+
+
+def small_parts(seed: int) -> list[list]:
+    """Cut small datasets, also in other shares than those of the ranks of this run."""
+    partitioners = (tutorial.DataPartitioner(range(length), shares, seed)
+                    for shares, length in itertools.product(SHARES, LENGTHS))
+    return [[torch.as_tensor(part).tolist() for part in one.partitions] for one in partitioners]
+
+
+def hold_parts(findings: Comparison, cut: list[list], seed: int) -> None:
+    """Hold what `small_parts` returned."""
+    says = f"{len(SHARES)} lists of shares, of datasets of {LENGTHS} samples"
+    for (shares, length), ours in zip(itertools.product(SHARES, LENGTHS), cut, strict=True):
+        order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+        ends = [int(sum(shares[:until]) * length + 0.5) for until in range(len(shares) + 1)]
+        theirs = [order[start:end].tolist() for start, end in itertools.pairwise(ends)]
+        if ours != theirs:
+            counts = Counter(sum(ours, []))
+            sizes, expected = [[len(part) for part in side] for side in (ours, theirs)]
+            expected = "others" if sizes == expected else expected
+            says = (f"{length} samples in shares {[round(share, 2) for share in shares]}: "
+                    f"{sizes} samples, expected {expected}; {length - len(counts)} lost, "
+                    f"{sum(count > 1 for count in counts.values())} used twice")
+            break
+    findings.holds("parts", ours == theirs, says)
 
 
 def hold_time(findings: Comparison, title: str, steps: list[dict], reported: dict,

@@ -5,8 +5,10 @@ with, and on the server the gradients and weights of each step. All trainers are
 moment, so that an addition without the lock would be seen.
 
 All is in double precision: fifty BatchNorms in training mode magnify the rounding of single
-precision beyond any tolerance that could tell it from a mistake. The sizes of batches and images
-are cut, so that all numbers fit into one process.
+precision beyond any tolerance that could tell it from a mistake. From update to update they would
+magnify that of double precision, too, where a BatchNorm sees two numbers that are nearly equal; so
+the one process begins each update with the weights of the server, which it has held against its
+own. The sizes of batches and images are cut, so that all numbers fit into one process.
 """
 
 import functools
@@ -16,7 +18,7 @@ import statistics
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Self
 
@@ -30,9 +32,6 @@ from torch import nn
 from param_server import batch_update as lesson
 from param_server import batch_update_results as results
 
-# ResNet50 magnifies rounding with each update, the more the fewer numbers a BatchNorm sees: with 4
-# images of 32 pixels, of which the last layers leave 1, beyond 1e-9 after 3 updates. Of 40 pixels
-# they leave 2 x 2: about 3e-13 after 2 updates.
 UPDATES, BATCH_SIZE, IMAGE_SIZE = {"resnet18": 3, "resnet50": 2}, 4, 40  # at most
 MEETING_S = 10  # that the server waits for the gradients of all trainers, to add them at once
 BECAUSE = "double precision; only the order of sums may differ"
@@ -41,11 +40,12 @@ BECAUSE = "double precision; only the order of sums may differ"
 # --- one process, which knows of the lesson only the flags
 
 
-def single_process(args: Namespace) -> dict:
+def single_process(args: Namespace, stepped: Sequence[dict]) -> dict:
     """Step with the mean of all trainers' gradients, by SGD with momentum.
 
     Args:
         args: the flags.
+        stepped: the weights of the server after each update, from which the next one begins.
 
     Returns:
         `plans`: by rank, the batches. One entry for each update: `losses` of the trainers, and
@@ -86,6 +86,10 @@ def single_process(args: Namespace) -> dict:
         alone["gradients"].append(gradients)
         alone["weights"].append({name: param.detach().clone() for name, param in params.items()})
         alone["statistics"].append(moved)
+        if update < len(stepped):
+            with torch.no_grad():
+                for name, param in params.items():
+                    param.copy_(stepped[update][name])
     return alone
 
 
@@ -203,6 +207,11 @@ class Watched:
         self.total += gradient
         return self
 
+    add_ = __iadd__  # the same, written in another way
+
+    def __add__(self, gradient: torch.Tensor) -> torch.Tensor:
+        return self.total + gradient  # a new tensor: nothing is added to the sum
+
     def __itruediv__(self, number: int) -> Self:
         self.total /= number
         return self
@@ -218,7 +227,7 @@ class Watched:
 def compare(recording: Recording, measured: dict, args: Namespace) -> dict:
     """Hold every number of the recording against one process; return the findings."""
     findings = Comparison(f"{args.world_size} processes", "one process")
-    alone = single_process(args)
+    alone = single_process(args, [step["weights"] for step in recording.steps])
     plans, updates = alone["plans"], range(args.num_updates)
     trainers = dict(zip(plans, measured["trainers"], strict=True))
 

@@ -9,7 +9,7 @@ one's gradient too old. With K = 1, the second step of trainer2 has to wait here
 
 What it wins: with four trainers and K = 3, 962 samples/s in place of 777 with main.py, and no
 gradient older than 3 steps, where async_server.py makes 1030 samples/s with gradients up to 5 steps
-old (medians of `python -m benchmarks.param_server_trainers`; docs/measurements/param_server.md).
+old (medians of `python -m benchmarks.param_server_trainers`; docs/lessons/6_6.md).
 What it costs: two more messages in each step, and the waiting: K = 0 is main.py.
 
     python param_server/bounded_server.py                      weights at most 1 step old

@@ -42,7 +42,7 @@ EPOCHS, BATCH_SIZE = 2, 8  # images, at most
 # Updates of all trainers together in each epoch, about; test images for more than one batch of the
 # accuracy.
 UPDATES, TEST_IMAGES = 8, 510
-HEAD_START_S, DECISION_S = 0.3, 0.01
+HEAD_START_S, DECISION_S, MODE_S = 0.3, 0.01, 0.2
 REST_STEPS, REST_S, REST_AT_MOST_S = 3, 0.2, 10.0
 LAYERS = ("dropout1", "dropout2")
 DOUBLE = "double precision"
@@ -164,14 +164,14 @@ class Recording:
     `draws` of dropout, in order: context, what it multiplied with. `evaluations`, the forwards
     outside of a context: images, log-probabilities. `events`: forwards and steps, in order.
     `saved`: the checkpoints. `gathered`: when all trainers had met. `rested`: how many steps the
-    others could and did make during the first forward of trainer1. `metrics`: what the first
-    trainer returns.
+    others could and did make during the first forward of trainer1. `modes`: those that trainers
+    have set; `switching`, the threads that do so now. `metrics`: what the first trainer returns.
     """
 
     def __init__(self) -> None:
         self.forwards, self.steps, self.draws, self.evaluations = [], [], [], []
         self.events, self.saved, self.gathered, self.metrics = [], [], [], None
-        self.rested = None
+        self.rested, self.modes, self.switching = None, set(), set()
         self.begun, self.drawing, self.thread = 0, threading.Lock(), threading.local()
 
     def in_order(self, ranks: range) -> tuple[dict[int, list[dict]], list[tuple[int, int]],
@@ -243,6 +243,14 @@ def record_trainer(recorder: Recorder) -> None:
             # The first trainer is ready before the others: its accuracy must wait for their steps.
             time.sleep(HEAD_START_S)
         yield last
+
+    @recorder.around(lesson.TrainerNet, "train")
+    def train(original, net, mode=True):
+        returned = original(net, mode)
+        if returned is not net or net.training != mode:
+            raise RuntimeError(f"train({mode}) has left the wrapper's own `training` at "
+                               f"{net.training}, and has returned a {type(returned).__name__}")
+        return returned
 
     @recorder.around(lesson, "run_training_loop")
     def run_training_loop(original, rank, train_set, test_set, args, *classes):
@@ -324,9 +332,21 @@ def record_calls(recorder: Recorder, server: lesson.ParameterServer) -> None:
 
     @recorder.around(server, "forward")
     def forward(original, *inputs):
+        if recording.switching:
+            raise RuntimeError("a forward came before set_mode had ended")
         recording.thread.ended, recording.thread.began = len(recording.steps), time.time()
         recording.events.append(("forward", current_context()))
         return original(*inputs)
+
+    @recorder.around(server, "set_mode")
+    def set_mode(original, training):
+        recording.modes.add(training)
+        if True not in recording.modes:
+            raise RuntimeError("set_mode(False) came before any set_mode(True)")
+        recording.switching.add(threading.get_ident())
+        time.sleep(MODE_S)  # who does not wait for it computes in the mode before
+        original(training)
+        recording.switching.remove(threading.get_ident())
 
     @recorder.around(server, "all_gather")
     def all_gather(original, rank, value):

@@ -20,7 +20,7 @@ STALENESS = {
            "x": "steps between the forward and its step (staleness)", "y": "gradients",
            "trainer": "trainer"},
     "ja": {"title": "勾配を計算した重みの古さ（{consistency}、平均{age:.2f}）",
-           "x": "順伝搬からその勾配による更新までに行われた更新の回数（陳腐化）",
+           "x": "フォワードパスからその勾配による更新までに行われた更新の回数（陳腐化）",
            "y": "勾配の数", "trainer": "トレーナー"},
 }
 # What a timeline shows (common/tracing): the server computes, the trainers wait for it.

@@ -10,8 +10,9 @@ and what it learns. Changed is only what lets a short training show every mistak
 - rewards are all different: see `DistinctRewards`.
 
 The fast agent draws from generators whose seeds are known: one process draws the same numbers. The
-tutorial's draws for whoever asks first; there the oracle takes dropout masks and actions from the
-run, and holds them as what they are: random, at the right rate.
+tutorial's draws for whoever asks first. There `Categorical.sample` draws what one process can draw
+again; the dropout masks are taken from the run, and held as what they are: random, at the right
+rate.
 """
 
 import argparse
@@ -23,9 +24,10 @@ from types import ModuleType
 import gymnasium as gym
 import torch
 from common.launcher import launch
-from common.oracle import Comparison, in_float64, verdict
+from common.oracle import Comparison, verdict
 from common.recorder import Recorder, named_gradients, named_weights
 from torch import nn
+from torch.distributions import Categorical
 
 from rpc_rl import main as tutorial
 from rpc_rl.fast import FastAgent
@@ -60,13 +62,7 @@ class DistinctRewards(gym.Wrapper):
 
 
 def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
-    """Run the program `args.program`, recorded.
-
-    Returns:
-        On rank 0, its `metrics`, and as `episodes` what was seen of each one: `observers`,
-        each with `states`, `actions`, `rewards` and dropout `masks`; `gradients` and `weights` by
-        name; `last_reward` and `running_reward`. None on observers.
-    """
+    """Run the program `args.program`, recorded; rank 0 returns the findings."""
     torch.set_default_dtype(torch.float64)
     program, episodes = importlib.import_module(args.program), []
     with Recorder() as recorder:
@@ -78,12 +74,16 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
         else:
             record_agent(recorder, FastAgent if args.fast else tutorial.Agent, episodes)
         metrics = program.run_worker(rank, world_size, args)
-    return {"metrics": metrics, "episodes": episodes} if rank == 0 else None
+    return compare(metrics, episodes, args) if rank == 0 else None
 
 
 def record_agent(recorder: Recorder, agent_class: type[tutorial.Agent],
                  episodes: list[dict]) -> None:
-    """Append to `episodes` what each one was, from now on."""
+    """Append to `episodes` what each one was, from now on.
+
+    That is `observers`, each with `states`, `actions`, `rewards` and dropout `masks`; `gradients`
+    and `weights` by name; `last_reward` and `running_reward`.
+    """
     asking = threading.local()  # two RPC threads answer requests
     now = {}
 
@@ -102,6 +102,12 @@ def record_agent(recorder: Recorder, agent_class: type[tutorial.Agent],
         now[ob_id]["actions"].append(action)
         return action
 
+    @recorder.around(Categorical, "sample")
+    def sample(original, distribution):
+        """Draw for each step of each observer a number of its own; the fast agent has its own."""
+        step, ob_id = len(now[asking.ob_id]["actions"]), asking.ob_id
+        return (uniforms(ob_id, len(episodes))[step] > distribution.probs[0]).long()
+
     @recorder.around(agent_class, "report_reward")
     def report_reward(original, agent, ob_id, reward):
         now[ob_id]["rewards"].append(reward)
@@ -113,21 +119,21 @@ def record_agent(recorder: Recorder, agent_class: type[tutorial.Agent],
         episodes.append({
             "observers": list(now.values()), "last_reward": last_reward,
             "running_reward": agent.running_reward,
-            "gradients": as_lists(named_gradients(agent.policy)),
-            "weights": as_lists(named_weights(agent.policy))})
+            "gradients": named_gradients(agent.policy), "weights": named_weights(agent.policy)})
         return last_reward
 
     @recorder.around(nn.Dropout, "forward")
     def dropout(original, module, x):
         """Keep with what `nn.Dropout` has multiplied; only the tutorial's agent uses it."""
         y = original(module, x)
-        now[asking.ob_id]["masks"].append((y / x).tolist())
+        now[asking.ob_id]["masks"].append((y / x).detach().cpu())
         return y
 
 
-def as_lists(named: dict[str, torch.Tensor]) -> dict[str, list]:
-    """Return tensors by name as what JSON can hold."""
-    return {name: tensor.tolist() for name, tensor in named.items()}
+def uniforms(ob_id: int, episode: int) -> torch.Tensor:
+    """Draw a number from 0 to 1 for each step of an episode of an observer: (`N_STEPS`,)."""
+    generator = torch.Generator().manual_seed(1000 * episode + ob_id)
+    return torch.rand(N_STEPS, generator=generator, dtype=torch.float64)
 
 
 def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
@@ -135,8 +141,8 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
 
     Args:
         args: the flags of the run.
-        run: of the tutorial's agent, whose draws cannot be repeated, its dropout masks and actions.
-            Those of the fast agent are drawn here again.
+        run: of the tutorial's agent, whose dropout masks cannot be drawn again. Those of the fast
+            agent are.
 
     Returns:
         A dict for each episode, with what `record` has of it.
@@ -160,25 +166,24 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
             if args.fast:
                 share_kept = torch.full((n_steps, 128), 0.4)
                 masks = torch.bernoulli(share_kept, generator=draws[rank]) / 0.4
-                uniforms = torch.rand(n_steps, generator=draws[rank])
+                drawn = torch.rand(n_steps, generator=draws[rank])
             elif len(episodes) < len(run):
-                masks = torch.tensor(run[len(episodes)]["observers"][rank - 1]["masks"])
-                given = run[len(episodes)]["observers"][rank - 1]["actions"]
+                masks = run[len(episodes)]["observers"][rank - 1]["masks"]
+                drawn = uniforms(rank, len(episodes))
             else:
-                return episodes  # the run has ended too early, which its length shows
+                return episodes  # the run has ended here, whether it should or not
             state, _ = envs[rank].reset(seed=torch.randint(2**31, (), generator=draws[rank]).item())
-            seen = {"states": [], "actions": [], "rewards": [], "p_right": []}
+            seen = {"states": [], "actions": [], "rewards": []}
             for step in range(n_steps):
                 if not args.fast and step >= len(masks):
                     break
                 x = hidden(torch.tensor(state.tolist()))
                 x = torch.relu(x * masks[step])
                 p = torch.softmax(output(x), dim=0)
-                action = int(uniforms[step] > p[0]) if args.fast else given[step]
+                action = int(drawn[step] > p[0])
                 log_probs.append(torch.log(p[action]))
                 seen["states"].append(state.tolist())
                 seen["actions"].append(action)
-                seen["p_right"].append(p[1].item())
                 state, reward, fell, out_of_time, _ = envs[rank].step(action)
                 seen["rewards"].append(reward)
                 if fell or out_of_time:
@@ -191,14 +196,13 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
         normalised = (returns - returns.mean()) / (returns.std(correction=0) + eps)
         adam.zero_grad()
         (-(torch.stack(log_probs) * normalised).sum()).backward()
-        gradients = as_lists({name: p.grad for name, p in named.items()})
         adam.step()
         worst = min(sum(observer["rewards"]) for observer in observers)
         running_reward += 0.05 * (worst - running_reward)
         episodes.append({
             "observers": observers, "last_reward": worst, "running_reward": running_reward,
-            "gradients": gradients,
-            "weights": as_lists(named)})
+            "gradients": {name: p.grad.clone() for name, p in named.items()},
+            "weights": {name: p.detach().clone() for name, p in named.items()}})
     return episodes
 
 
@@ -210,40 +214,26 @@ def returns_by_definition(rewards: list[float], beyond: float, gamma: float) -> 
 
 
 def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
-    """Hold a run of a program against one process.
-
-    Args:
-        program: `rpc_rl.main` or `rpc_rl.fast`.
-        args: its parsed flags.
-
-    Returns:
-        The differences in the process that reports, else None.
-    """
+    """Print what was compared; return `{what: difference}` where it is reported, else None."""
     flags = argparse.Namespace(**vars(args), program=program.__name__,
                                fast=program.__name__ == FastAgent.__module__)
     flags.total_steps_per_episode = min(args.total_steps_per_episode,
                                         N_STEPS * (args.world_size - 1))
     flags.reward_threshold = min(args.reward_threshold, THRESHOLD)
     flags.max_episodes = min(args.max_episodes, MAX_EPISODES)
-    recorded = launch(record, flags, program.role_name)
-    if recorded is None:
-        return None
+    return verdict(launch(record, flags, program.role_name))
+
+
+def compare(metrics: dict, run: list[dict], args: argparse.Namespace) -> dict:
+    """Hold the metrics and the recorded episodes against one process; return the findings."""
     findings = Comparison(f"{args.world_size} processes")
-    compare(findings, recorded, flags)
-    return verdict(findings.as_dict())
-
-
-def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> None:
-    """Hold what `record` has returned against one process."""
-    run = recorded["episodes"]
     if not args.fast:
         masks, steps = (sum(len(ob[what]) for ep in run for ob in ep["observers"])
                         for what in ("masks", "actions"))
         if not findings.holds("dropout layer", masks == steps,
                               f"used {masks} times for {steps} actions"):
-            return  # nothing to play again with
-    with in_float64():
-        alone = single_process(args, run)
+            return findings.as_dict()  # nothing to play again with
+    alone = single_process(args, run)
 
     def each(of, what):
         return [{f"observer{ob_id}": observer[what]
@@ -251,50 +241,35 @@ def compare(findings: Comparison, recorded: dict, args: argparse.Namespace) -> N
 
     unit, rounding = "episode", "float64, sums in another order"
     for what in ("states", "actions", "rewards"):
-        findings.equal(f"{what}", each(run, what), each(alone, what),
+        findings.equal(what, each(run, what), each(alone, what),
                        "the same seeds, the same draws", unit)
     for what, tolerance in (("gradients", 1e-9), ("weights", 1e-9),
                             ("last_reward", 1e-12), ("running_reward", 1e-12)):
-        findings.close(f"{what.replace('_', ' ')}",
+        findings.close(what.replace("_", " "),
                        [episode[what] for episode in run], [episode[what] for episode in alone],
                        tolerance, rounding, unit)
-    expected = summary(alone, args)
-    reported = {what: recorded["metrics"][what] for what in expected}
-    findings.close("metrics", [reported], [expected], 1e-12,
+    running_reward = alone[-1]["running_reward"]
+    solved = running_reward > args.reward_threshold
+    findings.holds("end", solved or len(alone) == args.max_episodes,
+                   f"after {len(alone)} episodes of at most {args.max_episodes}, with a running "
+                   f"reward of {running_reward:.2f}, solved above {args.reward_threshold:g}")
+    expected = {"episodes": len(alone), "solved": int(solved), "running_reward": running_reward,
+                "env_steps": sum(len(ob["rewards"]) for ep in alone for ob in ep["observers"]),
+                "rewards": [episode["last_reward"] for episode in alone],
+                "running_rewards": [episode["running_reward"] for episode in alone]}
+    findings.close("metrics", [{what: metrics[what] for what in expected}], [expected], 1e-12,
                    "what metrics.json has", "training")
     if not args.fast:
-        hold_randomness(findings, run, alone)
+        hold_randomness(findings, run)
+    return findings.as_dict()
 
 
-def summary(episodes: list[dict], args: argparse.Namespace) -> dict:
-    """Return what metrics.json should have of a training that ended as soon as it could."""
-    solved = episodes[-1]["running_reward"] > args.reward_threshold
-    return {"episodes": len(episodes), "solved": int(solved),
-            "env_steps": sum(len(ob["rewards"]) for ep in episodes for ob in ep["observers"]),
-            "running_reward": episodes[-1]["running_reward"],
-            "rewards": [episode["last_reward"] for episode in episodes],
-            "running_rewards": [episode["running_reward"] for episode in episodes]}
-
-
-def hold_randomness(findings: Comparison, run: list[dict], alone: list[dict]) -> None:
-    """Hold draws that depend on which request comes first as what they are: random."""
-    masks = [mask for ep in run for ob in ep["observers"] for mask in ob["masks"]]
-    kept = [value > 0 for mask in masks for value in mask]
-    share, bound = sum(kept) / len(kept), SIGMAS * math.sqrt(0.4 * 0.6 / len(kept))
+def hold_randomness(findings: Comparison, run: list[dict]) -> None:
+    """Hold dropout masks, which depend on which request comes first, as what they are: random."""
+    masks = torch.stack([mask for ep in run for ob in ep["observers"] for mask in ob["masks"]])
+    share, bound = (masks > 0).double().mean().item(), SIGMAS * math.sqrt(0.24 / masks.numel())
     findings.holds("dropout rate", abs(share - 0.4) < bound,
-                   f"{share:.3f} of {len(kept)} hidden units were kept, 0.4 +- {bound:.3f}")
-    different = len({str(mask) for mask in masks})
+                   f"{share:.3f} of {masks.numel()} hidden units were kept, 0.4 +- {bound:.3f}")
+    different = len(masks.unique(dim=0))
     findings.holds("dropout masks", different == len(masks),
                    f"{different} of {len(masks)} steps had their own mask")
-    pairs = [(p, action) for ep, ep_run in zip(alone, run, strict=False)
-             for ob, ob_run in zip(ep["observers"], ep_run["observers"], strict=True)
-             for p, action in zip(ob["p_right"], ob_run["actions"], strict=False)]
-    bound = SIGMAS * math.sqrt(sum(p * (1 - p) for p, _ in pairs))
-    right = sum(action - p for p, action in pairs)
-    findings.holds("choices", abs(right) < bound,
-                   f"of {len(pairs)} actions, {right:+.1f} more went right than by the policy's "
-                   f"probabilities, 0 +- {bound:.1f}")
-    likelier = sum((action == (p > 0.5)) - max(p, 1 - p) for p, action in pairs)
-    findings.holds("likelier choices", abs(likelier) < bound,
-                   f"of {len(pairs)} actions, {likelier:+.1f} more were the likelier one, "
-                   f"0 +- {bound:.1f}")

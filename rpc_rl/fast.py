@@ -1,6 +1,6 @@
 """rpc_rl/main.py with half the messages, and no autograd graph while the observers wait.
 
-What it changes, and what each change buys (docs/measurements/rpc_rl.md):
+What it changes (docs/measurements/rpc_rl.md has what else was tried):
 
 - the last reward rides along with the next state: one RPC per step instead of two;
 - it acts without an autograd graph, and computes the log-probabilities of a whole episode again, in
@@ -16,7 +16,7 @@ It costs 60 lines, and a policy whose forward is written a second time (`FastAge
     python rpc_rl/fast.py --checkpoint run.pt                  save it now and then ...
     python rpc_rl/fast.py --checkpoint run.pt --resume         ... and go on, as if never stopped
 
-It ends with:
+It ends with (a CPU that rounds differently takes some episodes more or fewer):
     CartPole-v1 solved in 189 episodes: running reward 476.2 (threshold 475), 102278 environment ...
 """
 

@@ -4,7 +4,6 @@
 trainer keeps what it reads, its losses, and after every step its gradients and weights; the first
 one also those of the tables on the server. `single_process` knows only the flags and the first
 weights. It has its own columns, its own loop, and PyTorch's ordinary autograd and optimizers.
-`comparison.py` holds one against the other.
 
 Both compute in float64, so that a mistake cannot hide behind rounding. Dropout is matched: the
 server and the trainer draw from seeded generators, and so do the two `Stream`s here. With several
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from common.launcher import launch
@@ -32,9 +32,8 @@ from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from rpc_rnn import comparison, data, results, saving
+from rpc_rnn import data, results, saving
 from rpc_rnn import main as tutorial
-from rpc_rnn.comparison import PARTS, OfParts
 from rpc_rnn.main import role_name
 
 EPOCHS = 2
@@ -42,6 +41,14 @@ DROPOUT = 0.25  # where --dropout is 0, which would leave no mark
 EVALUATION_S = 0.5  # that each evaluation is made to last: the time of the training must exclude it
 STEP_S = 0.02  # that the first trainer waits before its step: who does not wait sees old tables
 PART_S = 0.5  # that it takes to make a table: meanwhile, another trainer asks for it
+TOLERANCE = 1e-9
+BECAUSE = "float64, whose sums may come in another order"
+PARTS = ("table", "LSTM", "decoder")
+FIRST = 1000  # tokens that are drawn again
+OfParts = dict[str, dict[str, torch.Tensor]]  # of each of them, tensors by name
+# 2 forward, 3 backward, the step, the context's end; with several trainers 2 to average. In
+# prefetch.py, the step brings and takes the embeddings.
+ROUND_TRIPS = {"main": 7, "several_trainers": 9, "prefetch": 5}
 
 
 # --- one process
@@ -322,9 +329,7 @@ def compare(recordings: list[dict], metrics: dict, args: Namespace) -> dict:
     """Hold the recordings of all trainers, and the metrics, against `single_process`."""
     found, names = Comparison(f"{args.world_size} processes"), trainer_names(args)
     language, weights = data.load_language(args), recordings[0]["initial"]
-    expected = WholeModel(language.ntoken, args).parts(named_weights)
-    if comparison.hold_sizes(found, weights, expected):
-        comparison.hold_first_weights(found, recordings, names, args)
+    if hold_first_weights(found, recordings, names, language.ntoken, args):
         alone = single_process(args, weights, shortened(language, args))
         if args.resume and len(names) > 1:
             together = [recording["together"] for recording in recordings]
@@ -333,11 +338,157 @@ def compare(recordings: list[dict], metrics: dict, args: Namespace) -> dict:
         if args.resume:
             # It begins with the second epoch; the loss before the first one is in the checkpoint.
             del alone["steps"][: EPOCHS - 1], alone["evaluations"][:EPOCHS]
-        comparison.hold_training(found, recordings, names, alone["steps"])
-        comparison.hold_speed(found, recordings[0], metrics, len(alone["steps"]), args)
-        comparison.hold_validation(found, recordings, names, alone["evaluations"])
-        comparison.hold_metrics(found, metrics, alone, language, args)
+        hold_training(found, recordings, names, alone["steps"])
+        hold_speed(found, recordings[0], metrics, len(alone["steps"]), args)
+        hold_reading(found, "validation", recorded(recordings, names, training=False),
+                     sum(alone["evaluations"], []), "piece")
+        hold_metrics(found, metrics, alone, language, args)
     return found.as_dict()
+
+
+def hold_first_weights(found: Comparison, recordings: list[dict], names: list[str],
+                       ntoken: int, args: Namespace) -> bool:
+    """Hold the weights before the first step: by the seed, and alike on all trainers.
+
+    Returns:
+        Whether they have the sizes that the flags say.
+    """
+    weights = recordings[0]["initial"]
+    torch.manual_seed(3 * args.seed + 1)
+    drawn = {"LSTM": dict(nn.LSTM(args.ninp, args.nhid, args.nlayers).named_parameters()),
+             "table": {"encoder.weight": uniform((ntoken, args.ninp), 3 * args.seed)},
+             "decoder": {"decoder.weight": uniform((ntoken, args.nhid), 3 * args.seed + 2),
+                         "decoder.bias": torch.zeros(ntoken)}}
+    difference = found.equal(
+        "first weights, drawn", [weights], [drawn],
+        "the seed says them; those of table and decoder between -0.1 and 0.1", "model")
+    if len(recordings) > 1:
+        replicas = {name: recording["initial"]["LSTM"]
+                    for name, recording in zip(names, recordings, strict=True)}
+        found.equal("first weights, replicas", [replicas], [dict.fromkeys(names, weights["LSTM"])],
+                    "DDP sends those of the first trainer to all", "model")
+    return difference < math.inf
+
+
+def uniform(shape: tuple[int, int], seed: int) -> torch.Tensor:
+    """Draw numbers between -0.1 and 0.1."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(shape).uniform_(-0.1, 0.1, generator=generator)
+
+
+def hold_training(found: Comparison, recordings: list[dict], names: list[str],
+                  epochs: list[list[dict]]) -> None:
+    """Hold every step: what it reads, its losses, the gradients and weights that come of it."""
+    steps, expected = recorded(recordings, names, training=True), sum(epochs, [])
+    hold_reading(found, "training", steps, expected, "step")
+    history = sum(entry["with history"] for step in steps for entry in step.values())
+    found.holds("training, states without history", history == 0,
+                f"{history} of {len(steps) * len(names)} states carry the graph of the step before")
+    for what, title in (("gradients", "gradients in the context"),
+                        ("weights", "weights after each step")):
+        for part in PARTS:
+            owners = names if part == "LSTM" else names[:1]  # only the first one fetches the tables
+            found.close(f"{title}, {part}",
+                        [{name: step[name].get(what, {}).get(part, {}) for name in owners}
+                         for step in steps],
+                        [{name: step[what][part] for name in owners} for step in expected],
+                        TOLERANCE, BECAUSE)
+
+
+def recorded(recordings: list[dict], names: list[str], training: bool) -> list[dict[str, dict]]:
+    """Return the entry of each trainer, for each finished step or piece of validation text."""
+    of_each = [[entry for entry in recording["entries"]
+                if "loss" in entry and entry["training"] == training] for recording in recordings]
+    return [dict(zip(names, entries, strict=True)) for entries in zip(*of_each, strict=False)]
+
+
+def hold_reading(found: Comparison, title: str, pieces: list[dict[str, dict]],
+                 expected: list[dict], unit: str) -> None:
+    """Hold the tokens of each piece of text, the state before it, and its loss."""
+    def ours(key):
+        return [{name: entry.get(key, []) for name, entry in piece.items()} for piece in pieces]
+
+    def theirs(key):
+        return [piece[key] for piece in expected]
+
+    for key, tokens in (("data", "tokens"), ("target", "targets")):
+        found.equal(f"{title}, {tokens}", ours(key), theirs(key),
+                    "the text in columns side by side, each target the next token", unit)
+    for key, numbers in (("hidden", "state carried over"), ("loss", "loss")):
+        found.close(f"{title}, {numbers}", ours(key), theirs(key), TOLERANCE, BECAUSE, unit)
+
+
+def hold_speed(found: Comparison, recording: dict, metrics: dict, n_epochs: int,
+               args: Namespace) -> None:
+    """Hold the reported steps per second, by the clock of a trainer, and its round trips."""
+    spans = [entry["span"] for entry in recording["entries"] if "span" in entry]
+    of_epoch = max(1, len(spans) // n_epochs)
+    epochs = [spans[i : i + of_epoch] for i in range(0, len(spans), of_epoch)]
+    seconds = sum(epoch[-1][1] - epoch[0][0] for epoch in epochs)
+    ratio = (metrics["steps_per_s"] or 0.0) * seconds / len(spans) if spans else 0.0
+    found.holds("metrics, steps per second", 0.5 < ratio < 1.01,
+                f"{ratio:.2f} of those between the first and the last step of each epoch, 0.5 to "
+                "1.01 expected: no validation, no start")
+    counted = metrics["rpc_round_trips_per_step"]
+    expected = ROUND_TRIPS[args.program.split(".")[1]]
+    found.holds("metrics, round trips", counted == expected,
+                f"{counted} RPCs of a step, {expected} expected")
+
+
+def hold_metrics(found: Comparison, metrics: dict, alone: dict, language: data.Language,
+                 args: Namespace) -> None:
+    """Hold what else the run reports."""
+    expected, once = alone["metrics"], ("initial_val_loss", "perplexity")
+    found.close("metrics, losses of the epochs", metrics["epochs"], expected["epochs"], TOLERANCE,
+                BECAUSE, "epoch")
+    found.close("metrics, loss before and perplexity after", [{key: metrics[key] for key in once}],
+                [{key: expected[key] for key in once}], TOLERANCE, BECAUSE, "run")
+    if args.corpus:
+        hold_text(found, metrics["sample"], alone["sample"], language, args)
+    else:
+        hold_floors(found, metrics, language, args)
+
+
+def hold_text(found: Comparison, sample: str, expected: list[int], language: data.Language,
+              args: Namespace) -> None:
+    """Hold the corpus, and a text from the model."""
+    tokens = [*language.train.tolist(), *language.val.tolist()]
+    text = "".join(language.vocabulary[token] for token in tokens)
+    found.holds("text", text == args.corpus.read_text(encoding="utf-8"),
+                f"{len(text)} characters for training and validation, the corpus in order, each "
+                "once")
+    found.equal("sample", [[language.vocabulary.find(character) for character in sample]],
+                [expected], "drawn from seeded generators", "text")
+
+
+def hold_floors(found: Comparison, metrics: dict, language: data.Language, args: Namespace) -> None:
+    """Hold the entropies of the synthetic language against its tokens."""
+    rng, train = np.random.default_rng(args.seed), language.train
+    chain = torch.from_numpy(rng.dirichlet([0.2] * 10, size=(10, 10)))
+    surprise = -chain[train[:-2], train[1:-1], train[2:]].log().mean().item()
+    pairs = torch.zeros(10, 10).index_put((train[:-1], train[1:]), torch.tensor(1.0),
+                                          accumulate=True) / (len(train) - 1)
+    with_one = (torch.special.entr(pairs).sum() - torch.special.entr(pairs.sum(dim=1)).sum()).item()
+    # The standard error of such a mean over 200,000 tokens is 0.2%.
+    for key, counted, how in (
+            ("entropy_floor", surprise, "the chain's own surprise"),
+            ("floor_without_memory", with_one, "the entropy of a token after one token")):
+        found.holds(f"metrics, {key}", abs(metrics[key] / counted - 1) < 0.02,
+                    f"{metrics[key]:.4f} nats; {how}, counted in {len(train)} tokens, is "
+                    f"{counted:.4f}; 2% is allowed, 10 standard errors")
+    parts = {"training": (train, args.seed + 1), "validation": (language.val, args.seed + 2)}
+    found.equal("tokens", [{part: tokens[:FIRST].tolist() for part, (tokens, _) in parts.items()}],
+                [{part: drawn(chain, seed) for part, (_, seed) in parts.items()}],
+                f"the first {FIRST}, drawn from the seed", "language")
+
+
+def drawn(chain: torch.Tensor, seed: int) -> list[int]:
+    """Draw the first tokens of a chain by its probabilities (10, 10, 10)."""
+    tokens = [0, 0]
+    for number in np.random.default_rng(seed).random(FIRST):
+        below = chain[tokens[-2], tokens[-1]].cumsum(0) <= number
+        tokens.append(min(9, int(below.sum())))
+    return tokens[2:]
 
 
 # --- the command
@@ -352,32 +503,22 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     Raises:
         SystemExit: 1 if something does not hold.
     """
-    args.program = program.__name__
+    args.program, args.epochs = program.__name__, EPOCHS
+    if args.world_size == 2:  # one trainer
+        args.dropout, args.nlayers = args.dropout or DROPOUT, max(2, args.nlayers)
+    else:
+        args.dropout = 0.0
+    local = args.rank is None and not dist.is_torchelastic_launched()
     with tempfile.TemporaryDirectory() as folder:
-        compared = {title: launch(record, flags, role_name)
-                    for title, flags in plans(args, Path(folder)).items()}
+        own = Path(folder, "run.pt") if args.checkpoint else None  # the user's is left alone
+        runs = {"": {"resume": False}}
+        if local and args.checkpoint:
+            runs = {"stopped, ": {"resume": False, "epochs": EPOCHS - 1},
+                    "resumed, ": {"resume": True}}
+        compared = {title: launch(record, Namespace(**{**vars(args), "checkpoint": own, **flags}),
+                                  role_name) for title, flags in runs.items()}
     if None in compared.values():
         return verdict(None)
     findings = [{**finding, "what": title + finding["what"]}
                 for title, of_run in compared.items() for finding in of_run["findings"]]
-    run = " and ".join(dict.fromkeys(of_run["run"] for of_run in compared.values()))
-    return verdict({"run": run, "oracle": "one process", "findings": findings})
-
-
-def plans(args: Namespace, folder: Path) -> dict[str, Namespace]:
-    """Return the runs of a check: `{title: flags}`."""
-    checkpoint = folder / "run.pt" if args.checkpoint else None  # the user's is left alone
-
-    def flags(**others):
-        fixed = {"epochs": EPOCHS, "resume": False, "checkpoint": checkpoint}
-        return Namespace(**{**vars(args), **fixed, **others})
-
-    one = {"dropout": 0.0}
-    if args.world_size == 2:  # one trainer
-        one = {"dropout": args.dropout or DROPOUT, "nlayers": max(2, args.nlayers)}
-    runs = {"": flags(**one)}
-    local = args.rank is None and not dist.is_torchelastic_launched()
-    if local and args.checkpoint:
-        runs = {"stopped, ": flags(**one, epochs=EPOCHS - 1),
-                "resumed, ": flags(**one, resume=True)}
-    return runs
+    return verdict({**next(iter(compared.values())), "findings": findings})

@@ -19,8 +19,8 @@ The shorter way, where everyone steps at will, ends in "modified by an inplace o
 It ends with: loss 2.30 -> ... | validation perplexity ... | ..., 9 RPC round trips a step
 
 A step reads the columns of all trainers. On 2 cores, where trainers wait for each other and for the
-server, this wins nothing: one trainer makes 112 steps/s, two make 105 together (docs/beyond.md,
-`python -m benchmarks.growth`). It is for trainers on machines of their own.
+server, two make together no more steps a second than one. It is for trainers on machines of their
+own.
 """
 
 import threading

@@ -6,6 +6,8 @@ A line is a pattern (`re.fullmatch`) with {timeout}, {rank} and {role} in it; it
 
 from typing import NamedTuple
 
+from tests.helpers import SOON_S
+
 
 class Fault(NamedTuple):
     """One row: what happens to a rank, and what is reported of it."""
@@ -25,8 +27,8 @@ class Fault(NamedTuple):
         return self.torchrun if way == "torchrun" and self.torchrun is not None else self.line
 
     def within_s(self, timeout_s):
-        """By when the run must have ended everywhere."""
-        return 10 + (timeout_s if self.by_silence else 0)
+        """By when the run must have ended everywhere, beside other tests; the page says 10 s."""
+        return SOON_S + (timeout_s if self.by_silence else 0)
 
 
 SILENT = r"has not answered for \d+ s"
@@ -114,8 +116,8 @@ class Beside(NamedTuple):
     others: str | None = None  # the line in the other terminals of a manual launch
 
     def within_s(self, timeout_s):
-        """By when the run must have ended everywhere."""
-        return 10 + (timeout_s if self.by_silence else 0)
+        """By when the run must have ended everywhere, beside other tests; the page says 10 s."""
+        return SOON_S + (timeout_s if self.by_silence else 0)
 
 
 KILLED = -9

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-LONGEST_S = 60
+LONGEST_S = 180
 
 
 def wait(name, rank=""):

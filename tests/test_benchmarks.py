@@ -20,7 +20,7 @@ def bench(tmp_path, monkeypatch):
         runs, fails, drawn = [], None, []
         kept, results = tmp_path / "kept", tmp_path / "results"
 
-    def measure(name, folder, quick):
+    def measure(name, folder):
         if len(Bench.runs) + 1 == Bench.fails:
             Bench.fails = None
             raise SystemExit("error")
@@ -34,8 +34,8 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks, "measure", measure)
     monkeypatch.setattr(benchmarks, "KEPT", Bench.kept)
     monkeypatch.setattr(benchmarks, "RESULTS", Bench.results)
-    monkeypatch.setattr(pictures, "draw", lambda name, command, runs, folder: Bench.drawn.append(
-        (name, command, [run["wall_s"] for run in runs], folder)))
+    monkeypatch.setattr(pictures, "draw", lambda command, runs, folder: Bench.drawn.append(
+        (command, [run["wall_s"] for run in runs], folder)))
     Bench.runs, Bench.drawn = [], []
     return Bench
 
@@ -43,44 +43,36 @@ def bench(tmp_path, monkeypatch):
 def test_an_interrupted_measurement_continues(bench):
     bench.fails = 4
     with pytest.raises(SystemExit):
-        benchmarks.main(["ring", "rpc_rl"])
-    benchmarks.main(["ring", "rpc_rl"])
-    assert bench.runs == [(name, str(number)) for number in (1, 2, 3) for name in ("ring", "rpc_rl")]
-    written = json.loads((bench.results / "ring.json").read_text())
+        benchmarks.main(["latency", "rpc_rl"])
+    benchmarks.main(["latency", "rpc_rl"])
+    assert bench.runs == [(name, str(number)) for number in (1, 2, 3) for name in ("latency", "rpc_rl")]
+    written = json.loads((bench.results / "latency.json").read_text())
     assert written["median"]["wall_s"] == 3
     assert written["range"]["wall_s"] == [1, 5]
 
 
 def test_pictures_are_of_all_runs_or_of_the_last(bench):
-    benchmarks.main(["ring", "rpc_rl"])
-    command = benchmarks.HEADLINES["ring"][0]
-    assert bench.drawn == [("ring", command, [1, 3, 5], bench.results / "ring")]
+    benchmarks.main(["latency", "rpc_rl"])
+    command = benchmarks.HEADLINES["latency"][0]
+    assert bench.drawn == [(command, [1, 3, 5], bench.results / "latency")]
     (kept,) = (bench.results / "rpc_rl").iterdir()  # of the two that a run draws: what a page shows
     assert (kept.name, kept.read_text()) == ("learning_curve.png", "rpc_rl 3")
-    benchmarks.main(["ring", "--draw"])
+    benchmarks.main(["latency", "--draw"])
     assert len(bench.runs) == 6
-    assert bench.drawn == [("ring", command, [1, 3, 5], bench.results / "ring")] * 2
+    assert bench.drawn == [(command, [1, 3, 5], bench.results / "latency")] * 2
 
 
 def test_a_finished_measurement_begins_anew(bench):
-    benchmarks.main(["ring", "--rounds", "1"])
-    benchmarks.main(["ring", "--rounds", "1"])
+    benchmarks.main(["latency", "--rounds", "1"])
+    benchmarks.main(["latency", "--rounds", "1"])
     assert len(bench.runs) == 2
 
 
-def test_quick_leaves_the_results_alone(bench):
-    benchmarks.main(["ring", "--quick"])
-    assert bench.runs == [("ring", "1")]
-    assert not bench.results.exists()
-    ((name, command, _, folder),) = bench.drawn
-    assert (name, folder) == ("ring", bench.kept / "quick" / "ring")
-    assert command == " ".join(benchmarks.HEADLINES["ring"][:2])
-
-
 def test_what_is_drawn_from_all_runs_can_be():
-    """Its program has a results module with `plot(runs, args)`."""
+    """Its program, or the results module of that, has `plot(runs, args)`."""
     for name in pictures.FROM_ALL_RUNS:
-        assert next(iter(pictures.plot_of(benchmarks.HEADLINES[name][0]).__code__.co_varnames)) == "runs"
+        plot = pictures.drawing_of(benchmarks.HEADLINES[name][0]).plot
+        assert plot.__code__.co_varnames[0] == "runs"
 
 
 PROGRAM = """
@@ -97,7 +89,7 @@ finally:
 def test_an_interruption_lets_the_command_tidy_up(tmp_path, monkeypatch):
     """What it has made, two network namespaces for instance, is gone when `python -m benchmarks` ends."""
     (tmp_path / "program.py").write_text(PROGRAM.format(folder=tmp_path))
-    monkeypatch.setitem(benchmarks.HEADLINES, "program", (str(tmp_path / "program.py"), "", ()))
+    monkeypatch.setitem(benchmarks.HEADLINES, "program", (str(tmp_path / "program.py"), ()))
 
     def interrupt():
         while not (tmp_path / "started").exists():
@@ -106,6 +98,6 @@ def test_an_interruption_lets_the_command_tidy_up(tmp_path, monkeypatch):
 
     threading.Thread(target=interrupt, daemon=True).start()  # for ever, if the command does not start
     with pytest.raises(KeyboardInterrupt):
-        benchmarks.measure("program", tmp_path / "1", quick=False)
+        benchmarks.measure("program", tmp_path / "1")
     assert (tmp_path / "tidied").exists()
     assert not (tmp_path / "1").exists()

@@ -9,6 +9,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 TEXT = Path(__file__).parent.parent / "README.ja.md"
 RL = "--seed 7 --gamma 0.9 --lr 0.03"
@@ -21,33 +22,33 @@ ENVS = f"{RL} --envs sync --num_steps 30"
 # program: its rows, and how many comparisons each makes.
 CHECKS = {
     "rpc_rl.main": {
-        f"{RL} --world_size 4 --total_steps_per_episode 36 --max_episodes 4 --truncation terminal": 13,
-        "--seed 5 --gamma 0.5 --world_size 2 --reward_threshold 2": 13,
+        f"{RL} --world_size 4 --total_steps_per_episode 36 --max_episodes 4 --truncation terminal": 12,
+        "--seed 5 --gamma 0.5 --world_size 2 --reward_threshold 2": 12,
     },
     "rpc_rl.fast": {
-        f"{RL} --world_size 4 --total_steps_per_episode 36 --max_episodes 4 --truncation terminal": 8,
-        "--gamma 0 --world_size 2 --reward_threshold 2": 8,
+        f"{RL} --world_size 4 --total_steps_per_episode 36 --max_episodes 4 --truncation terminal": 9,
+        "--gamma 0 --world_size 2 --reward_threshold 2": 9,
     },
     "batch_rl.main": {
-        f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 18,
-        "--observers 1 --gamma 1": 18,
+        f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 19,
+        "--observers 1 --gamma 1": 19,
     },
-    "batch_rl.fast": {f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 18},
+    "batch_rl.fast": {f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 19},
     "batch_rl.vector": {
-        f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 14,
-        "--observers 2 --envs_per_observer 3 --gamma 1": 14,
+        f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 15,
+        "--observers 2 --envs_per_observer 3 --gamma 1": 15,
     },
     "batch_rl.double_buffering": {
-        f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 14,
-        "--observers 1 --envs_per_observer 2 --gamma 0": 14,
+        f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 15,
+        "--observers 1 --envs_per_observer 2 --gamma 0": 15,
     },
     "batch_rl.until_solved": {
-        f"{ENVS} --world_size 2 --envs_per_observer 5 --max_episodes 1": 14,
-        "--envs_per_observer 4 --reward_threshold 4 --gamma 1": 14,
+        f"{ENVS} --world_size 2 --envs_per_observer 5 --max_episodes 1": 15,
+        "--envs_per_observer 4 --reward_threshold 4 --gamma 1": 15,
     },
     "ddp_basic.main": {
-        "--seed 7 --world_size 3 --steps 4 --local_batch_size 7 --lr 0.1 --slow_rank 1 --delay 0.15": 36,
-        "--world_size 1 --steps 1 --local_batch_size 1": 32,
+        "--seed 7 --world_size 3 --steps 4 --local_batch_size 7 --lr 0.1 --slow_rank 1 --delay 0.15": 37,
+        "--world_size 1 --steps 1 --local_batch_size 1": 33,
     },
     "ddp_basic.elastic": {
         "--seed 7 --world_size 3 --global_batch_size 48 --lr 0.05": 26,
@@ -66,24 +67,29 @@ CHECKS = {
         f"{TABLE} --world_size 3".replace(" --sparse", ""): 18,
         "--world_size 2 --num_embeddings 2 --embedding_dim 1 --num_classes 2": 18,
     },
-    "model_parallel_resnet.main": {f"{SHARDS} --num_splits 1 3": 21},
-    "model_parallel_resnet.early_backward": {f"{SHARDS} --num_splits 1 3": 21},
+    "model_parallel_resnet.main": {f"{SHARDS} --num_splits 1 3": 23},
+    "model_parallel_resnet.early_backward": {f"{SHARDS} --num_splits 1 3": 23},
     "model_parallel_resnet.schedules": {
-        "--arch resnet18 --num_splits 2": 22,
-        f"{SHARDS} --num_splits 2 4 --schedule 1f1b": 22,
-        **{f"{SHARDS} --num_splits 2 --schedule {name}": 20 for name in ("interleaved", "zero_bubble", "zero_bubble_v")},
+        "--arch resnet18 --num_splits 2": 23,
+        f"{SHARDS} --num_splits 2 4 --schedule 1f1b": 23,
+        **{f"{SHARDS} --num_splits 2 --schedule {name}": 21 for name in ("interleaved", "zero_bubble", "zero_bubble_v")},
     },
     "model_parallel_resnet.single_machine": {"--seed 7 --lr 0.03": 15},
+    "p2p_collectives.deadlock": {
+        **{f"--kind {kind}": 5 for kind in ("other_collective", "other_shape", "one_fewer")},
+        "--kind rpc --world_size 3": 5,
+        "": 5,
+    },
     "p2p_collectives.init_methods": {"": 13, "--world_size 2 --method tcp": 5},
     "p2p_collectives.main": {"": 21, "--world_size 2": 21},
-    "p2p_collectives.ring_allreduce": {f"--seed 7 --world_size {ranks}": 51 for ranks in (1, 2, 5)},
-    "p2p_collectives.shared_memory": {"": 74, "--seed 7 --world_size 1": 58, "--world_size 3 --sizes 12000": 66},
+    "p2p_collectives.ring_allreduce": {f"--seed 7 --world_size {ranks}": 25 for ranks in (1, 2, 5)},
+    "p2p_collectives.shared_memory": {"": 49, "--seed 7 --world_size 1": 33, "--world_size 3 --sizes 12000": 41},
     "p2p_collectives.train": {
-        "--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 23,
-        "--world_size 2 --global_batch_size 1438 --momentum 0": 23,
+        "--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 24,
+        "--world_size 2 --global_batch_size 1438 --momentum 0": 24,
     },
-    "p2p_collectives.train_flat": {"--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 23},
-    "p2p_collectives.train_ddp": {"--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 23},
+    "p2p_collectives.train_flat": {"--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 24},
+    "p2p_collectives.train_ddp": {"--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 24},
     "param_server.main": {
         "--seed 7 --world_size 4 --batch_size 5 --lr 0.02": 17,
         "--world_size 2 --batch_size 1": 16,
@@ -93,11 +99,11 @@ CHECKS = {
         "--seed 7 --world_size 4 --batch_size 5 --lr 0.02 --max_staleness 2": 18,
         "--max_staleness 0": 19,
     },
-    "param_server.batch_update": {UPDATES: 16, "--world_size 2 --arch resnet18 --batch_size 2 --num_classes 1": 16},
+    "param_server.batch_update": {UPDATES: 16, "--seed 11 --world_size 3 --arch resnet18 --batch_size 2 --image_size 8 --num_classes 1": 16},
     "param_server.flat_update": {UPDATES: 16},
-    "rpc_rnn.main": {f"{RNN} --nlayers 3 --dropout 0.5": 24, "--seed 7 --batch_size 1": 25},
-    "rpc_rnn.prefetch": {f"{RNN} --nlayers 3 --dropout 0.5": 24},
-    "rpc_rnn.several_trainers": {f"{RNN} --nlayers 3 --dropout 0.5 --world_size 4": 25},
+    "rpc_rnn.main": {f"{RNN} --nlayers 3 --dropout 0.5": 22, "--seed 7 --batch_size 1": 23},
+    "rpc_rnn.prefetch": {f"{RNN} --nlayers 3 --dropout 0.5": 22},
+    "rpc_rnn.several_trainers": {f"{RNN} --nlayers 3 --dropout 0.5 --world_size 4": 23},
 }
 QUICK = ("rpc_rl.fast", "ddp_rpc_hybrid.main", "rpc_rnn.main", "p2p_collectives.main")
 PLACE = {"help", "check", "rank", "master_addr", "master_port", "start_method", "timeout", "device", "output_dir"}
@@ -118,12 +124,13 @@ NOT_COMPARED = {  # flag, or (program, flag): why no row has it
     "--data_dir": "test_data.py",
     "--log_interval": "how often a line is printed",
     "--demo": "all of them run",
-    "--dtype": "all of them",
     "--ranks_per_machine": "all of them",
     "--file": "test_two_terminals",
     "--devices": "needs GPUs",
     ("ddp_rpc_hybrid.sharded_table_dtensor", "--sparse"): "refused",
     ("p2p_collectives.main", "--seed"): "nothing is drawn",
+    ("p2p_collectives.deadlock", "--seed"): "nothing is drawn",
+    "--mended": "both forms run",
     ("p2p_collectives.init_methods", "--seed"): "nothing is drawn",
     **{(program, "--batch_size"): OWN for program in CHECKS if program.startswith("model_parallel_resnet.")},
     **{(program, "--world_size"): "follows from --observers, or is fixed" for program in CHECKS
@@ -147,6 +154,30 @@ def test_check_passes(program, flags, comparisons, tmp_path, capfd):
     assert out.count(": ok\n") == len(differences) == comparisons
     assert err == ""
     assert list(tmp_path.iterdir()) == []
+
+
+RESNET = "--arch resnet18 --num_splits 2"
+GPUS = torch.cuda.device_count()
+
+
+@pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+@pytest.mark.parametrize(("program", "flags"), {
+    "batch_rl.main": "",
+    "ddp_basic.main": f"--demo all --world_size {GPUS + 1}",  # two ranks share a GPU
+    "ddp_rpc_hybrid.main": "",
+    "ddp_rpc_hybrid.sharded_table": f"--world_size {GPUS}",
+    "model_parallel_resnet.main": RESNET,
+    "model_parallel_resnet.schedules": RESNET,
+    "model_parallel_resnet.single_machine": "",
+    "param_server.batch_update": "--arch resnet18 --image_size 32 --batch_size 4",
+    "param_server.main": "",
+    "rpc_rl.main": "",
+    "rpc_rnn.main": "",
+}.items())
+def test_check_on_a_gpu(program, flags, tmp_path):
+    if program == "model_parallel_resnet.schedules" and GPUS < 2:
+        pytest.skip("needs 2 GPUs: a stage on each, with nccl between them")
+    assert importlib.import_module(program).main(["--check", "--device", "cuda", *flags.split(), "--output_dir", str(tmp_path)])
 
 
 @pytest.mark.parametrize("program", CHECKS)

@@ -3,7 +3,6 @@
 import json
 import struct
 
-import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 from common.launcher import launch
@@ -14,11 +13,8 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 from torch.futures import Future
 
-from ddp_rpc_hybrid import check
 from ddp_rpc_hybrid import main as hybrid
-from tests.helpers import bad, commands_in, run, script
-
-MAIN = "ddp_rpc_hybrid/main.py"
+from tests.helpers import commands_in, run, script
 
 
 def parsed(*flags):
@@ -31,27 +27,6 @@ def parsed(*flags):
 def test_roles():
     assert [hybrid.role_name(rank, 4) for rank in range(4)] == ["trainer0", "trainer1", "master", "ps"]
     assert [hybrid.role_name(rank, 3) for rank in range(3)] == ["trainer0", "master", "ps"]
-
-
-@pytest.mark.parametrize("num_embeddings", [1, 100])
-def test_batches(num_embeddings):
-    """Ragged, within the tutorial's bounds, and other ones on each trainer and in each epoch."""
-    args = parsed("--num_embeddings", num_embeddings)
-    teacher = hybrid.Teacher(args)
-    seen = set()
-    for rank, epoch in ((0, 0), (1, 0), (0, 1)):
-        batches = list(hybrid.get_next_batch(rank, epoch, teacher, args))
-        assert len(batches) == hybrid.BATCHES
-        for indices, offsets, target in batches:
-            assert 20 <= len(indices) <= 50
-            assert indices.max() < num_embeddings
-            assert offsets[0] == 0
-            assert offsets.diff().min() >= 1
-            assert offsets.diff().max() <= 10
-            assert len(indices) - offsets[-1] <= 10
-            assert len(target) == len(offsets)
-            seen.add((tuple(indices.tolist()), tuple(offsets.tolist())))
-    assert len(seen) == 3 * hybrid.BATCHES
 
 
 def test_targets_can_be_learned():
@@ -97,20 +72,6 @@ def test_the_master_passes_each_trainers_rank_and_no_timeout(monkeypatch):
 
 
 # --- what it computes
-
-
-honest_record = check.record
-
-
-def test_a_training_that_diverges(capfd, tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        hybrid.main(["--epochs", "3", "--lr", "1e30", "--output_dir", str(tmp_path)])
-    assert stop.value.code == 1
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert "has a loss of " in lines[0]
-    assert "training has diverged; give a smaller --lr" in lines[0]
-    assert not (tmp_path / "metrics.json").exists()
 
 
 class Sum(nn.Module):
@@ -168,9 +129,6 @@ def test_training(tmp_path):
     last = metrics["epochs"][-10:]
     assert sum(epoch["accuracy"] for epoch in last) / 10 > 3 / 8  # chance is 1/8
     assert metrics["epochs"][-1]["loss"] < 0.6 * metrics["epochs"][0]["loss"]
-    assert metrics["steps_per_s"] > 0
-    assert 1000 < metrics["bytes_per_step"] < 4000
-    assert metrics["table_gradient_bytes"] == 100 * 16 * 4
     lines = result.stdout.splitlines()
     assert lines[0].startswith("[trainer0] epoch  10  loss ")
     assert lines[-2].startswith("2 trainers: loss 2.")
@@ -178,26 +136,3 @@ def test_training(tmp_path):
     width, height = struct.unpack(">II", (tmp_path / "outputs/ddp_rpc_hybrid/loss.png").read_bytes()[16:24])
     assert min(width, height) > 300
     assert sorted(path.name for path in (tmp_path / "outputs/ddp_rpc_hybrid").iterdir()) == ["loss.png", "metrics.json"]
-
-
-# --- what can go wrong
-
-
-@pytest.mark.parametrize(("flags", "says"), [
-    *(bad("--world_size", value, says=("--world_size", value, "at least 3")) for value in ("2", "0", "four")),
-    *(bad(f"--{flag}", "0", says=(f"--{flag}", "'0'", "at least 1"))
-      for flag in ("epochs", "num_embeddings", "embedding_dim")),
-    bad("--num_classes", "1", says=("--num_classes", "'1'", "at least 2")),
-    *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "inf")),
-    bad("--timeout", "-1", says=("--timeout", "-1", "at least 0.01")),
-    bad("--rank", "4", "--master_addr", "localhost", says=("--rank", "4", "below")),
-    bad("--output_dir", "/dev/null", says=("--output_dir", "/dev/null", "written")),
-    bad("--dense", says=("--dense",)),
-])
-def test_bad_input(flags, says, refused):
-    refused(hybrid.main, flags, says)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the trainers share it")
-def test_check_on_a_gpu(tmp_path):
-    assert hybrid.main(["--check", "--device", "cuda", "--output_dir", str(tmp_path)])

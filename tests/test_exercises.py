@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from exercises.checking import check
 from exercises.refusing import reason_to_refuse
 from exercises.verdict import not_yet
 from exercises.words import WORDS, say
+from tests.helpers import SOON_S
 from tests.warm import Popen as WarmPopen
 
 PATIENCE = 3.0  # several tests run beside each other
@@ -34,6 +34,10 @@ each = pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.na
 attempts = pytest.mark.parametrize(("exercise", "wrong"), [
     pytest.param(one, wrong, id=f"{one.name} {wrong['name']}")
     for one in ALL for wrong in one.wrong])
+
+others = pytest.mark.parametrize(("exercise", "right"), [
+    pytest.param(one, right, id=f"{one.name} {right['name']}")
+    for one in ALL for right in one.text.get("right", [])])
 
 
 @pytest.fixture(autouse=True)
@@ -262,11 +266,6 @@ def test_static_run_introduces(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
-def test_static_packages():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "exercises" in project["tool"]["setuptools"]["packages"]
-
-
 # --- all exercises: make learn-check
 
 
@@ -282,6 +281,14 @@ def test_as_shipped(exercise, tmp_path):
 @each
 def test_solution(exercise, tmp_path):
     verdict = judged(exercise, exercise.solution()[0], tmp_path)
+    assert verdict.passed, verdict.render("en")
+
+
+@pytest.mark.learn
+@pytest.mark.timeout(400)
+@others
+def test_right(exercise, right, tmp_path):
+    verdict = judged(exercise, attempt(exercise, right), tmp_path)
     assert verdict.passed, verdict.render("en")
 
 
@@ -325,7 +332,7 @@ def test_a_session_in_a_terminal(tmp_path):
         following = Desk(tmp_path).next_unsolved(after=exercise)
         screen.wait_for(following.text["en"]["title"])
         os.write(ours, b"q\n")
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=SOON_S) == 0
     finally:
         process.kill()
         process.wait()
@@ -377,6 +384,12 @@ def test_a_learners_exception_shows_their_line(tmp_path):
     assert shown.count("line ") == 1
 
 
+def test_the_real_run_has_the_learners_function(tmp_path, capfd):
+    (tmp_path / "01_nonblocking.py").write_text("def run_nonblocking(*_):\n    raise ArithmeticError('mine')\n")
+    assert main(["real", "01", "--folder", str(tmp_path)]) == 1
+    assert "ArithmeticError: mine" in "".join(capfd.readouterr())
+
+
 def test_interrupt_ends_all(tmp_path):
     """Ctrl-C while a check runs: status 130, and nothing is left."""
     (tmp_path / "tmp").mkdir()
@@ -390,8 +403,8 @@ def test_interrupt_ends_all(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
-    deadline = time.monotonic() + 10
+    assert process.wait(timeout=SOON_S) == 130
+    deadline = time.monotonic() + SOON_S
     while left := of_folder(tmp_path):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)

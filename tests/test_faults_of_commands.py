@@ -18,6 +18,7 @@ import pytest
 from tests.fault_table import KILLED, OF_A_LAUNCHER
 from tests.helpers import (
     ROOT,
+    SOON_S,
     children,
     descendants,
     nothing_left,
@@ -108,7 +109,7 @@ def test_fault_of_a_real_launcher(fault, tmp_path):
             elif run.poll() is None:
                 run.send_signal(getattr(signal, fault.split()[0]))
             time.sleep(0.005 * pause)
-        _, err = run.communicate(timeout=20)
+        _, err = run.communicate(timeout=SOON_S)
         assert run.returncode == (-signal.SIGKILL if fault == "SIGKILL" else 130)
         assert err == ("" if fault == "SIGKILL" else "\ninterrupted; stopped 3 processes\n")
         nothing_left(run, tmp_path)
@@ -130,7 +131,7 @@ def test_interrupted_while_starting(children, method, tmp_path):
             os.killpg(run.pid, signal.SIGINT)
         else:
             os.kill(run.pid, signal.SIGTERM)
-        _, err = run.communicate(timeout=20)
+        _, err = run.communicate(timeout=SOON_S)
         assert run.returncode == 130, err
         assert re.fullmatch(r"\ninterrupted; stopped (0|3) processes\n", err)
         nothing_left(run, tmp_path)
@@ -229,7 +230,7 @@ def outcome(row, folder, runs, began):
         for run in runs[:1]:
             if row.deeds == "launcher SIGSTOP" and len(runs) > 1:
                 os.kill(run.pid, signal.SIGCONT)
-                problems += wrong(row, 0, run, *run.communicate(timeout=10))
+                problems += wrong(row, 0, run, *run.communicate(timeout=SOON_S))
         nothing_left(runs[0], folder, *runs[1:])
     except subprocess.TimeoutExpired:
         problems.append("no end")
@@ -321,7 +322,7 @@ def test_odd_temporary_folders(tmp_path):
             runs.append((folder, stack.enter_context(
                 running(command, tmp_path, env={"TMPDIR": str(folder)}, cold=True))))
         for folder, run in runs:
-            _, err = run.communicate(timeout=40)
+            _, err = run.communicate(timeout=SOON_S)
             assert (run.returncode, err) == (0, ""), folder
             nothing_left(run, tmp_path)
             # But for torch's own cache, made where this process has not said where it is.
@@ -334,10 +335,8 @@ def test_nobody_reads(tmp_path):
     (tmp_path / "out").mkdir()
     with running(script("p2p_collectives/train.py", "--epochs", 100_000, "--output_dir", "out"), tmp_path, until=".") as run:
         run.stdout.close()
-        began = time.monotonic()
         err = run.stderr.read()
-        assert run.wait(timeout=20) == 1
-        assert time.monotonic() - began < 10
+        assert run.wait(timeout=SOON_S) == 1
         assert re.fullmatch(r"error: rank \d \(rank\d\) cannot print: nobody reads its output any more; "
                             r"stopped 1 other process\n", err), err
         run.stdout = None
@@ -350,7 +349,7 @@ def test_closed_streams(closed, tmp_path):
     """`>&-` and the like: the run comes to its end, and what would have been printed is nowhere."""
     (tmp_path / "go").touch()
     with running(script("tests/phases.py", "--closed", closed), tmp_path) as run:
-        out, err = run.communicate(timeout=40)
+        out, err = run.communicate(timeout=SOON_S)
         assert (run.returncode, err) == (0, "")
         assert ("sum 1" in out) == (closed == "2")
         nothing_left(run, tmp_path)
@@ -377,7 +376,7 @@ def test_surroundings(tmp_path, free_port):
             (tmp_path / name / "go").touch()
             runs[name] = stack.enter_context(running(script("tests/phases.py", *flags), tmp_path / name, env=env))
         for name, run in runs.items():
-            _, err = run.communicate(timeout=40)
+            _, err = run.communicate(timeout=SOON_S)
             assert (name, run.returncode, err) == (name, *cases[name][2:])
             nothing_left(run, tmp_path / name)
 
@@ -392,7 +391,7 @@ def test_no_inodes(inodes, tmp_path):
         pytest.skip("needs root to mount a file system")
     try:
         with running(script("tests/phases.py"), tmp_path, env={"TMPDIR": str(tmp_path / "small")}, cold=True) as run:
-            _, err = run.communicate(timeout=40)
+            _, err = run.communicate(timeout=SOON_S)
             assert (run.returncode, err) in [
                 (1, "error: cannot start 2 processes: No space left on device\n"), (0, "")]
             nothing_left(run, tmp_path)

@@ -42,17 +42,13 @@ PROGRAMS = {
     "batch_rl.until_solved": [],
     "batch_rl.vector": [],
     "benchmarks.batch_rl": ["launch"],
-    "benchmarks.ddp_rpc_hybrid": ["train"],
     "benchmarks.ddp_rpc_hybrid_tables": ["train"],
-    "benchmarks.growth": ["measure"],
     "benchmarks.model_parallel_resnet": ["keep_memory"],
     "benchmarks.param_server": ["launch"],
     "benchmarks.param_server_trainers": ["measure"],
     "benchmarks.one_process": ["measure"],
     "benchmarks.rpc_rl": ["launch"],
-    "benchmarks.rpc_rl_seeds": ["train"],
     "benchmarks.rpc_rnn": ["launch"],
-    "benchmarks.start": ["measure"],
     "ddp_basic.elastic": [],
     "ddp_basic.fsdp": [],
     "ddp_basic.main": [],
@@ -63,6 +59,7 @@ PROGRAMS = {
     "model_parallel_resnet.main": [],
     "model_parallel_resnet.schedules": [],
     "model_parallel_resnet.single_machine": ["train_toy"],
+    "p2p_collectives.deadlock": [],
     "p2p_collectives.init_methods": [],
     "p2p_collectives.main": [],
     "p2p_collectives.ring_allreduce": [],
@@ -278,7 +275,7 @@ def test_any_input(name, stubbed):
         else:
             one_line(err)
 
-    for_all(command_lines(parser_of(name)), 40, accepted_or_one_line)
+    for_all(command_lines(parser_of(name)), 20, accepted_or_one_line)
 
 
 def all_flags():
@@ -355,13 +352,30 @@ FILES = ("--checkpoint", "--corpus", "--file")
 SIZES = ("--nhid", "--nlayers", "--ninp", "--image_size", "--num_embeddings", "--embedding_dim",
          "--num_classes", "--envs_per_observer", "--sizes", "--local_batch_size")
 OTHER_COUNTS = ("--batch_size", "--bptt", "--num_steps", "--epochs", "--steps", "--rounds")
+MORE_COUNTS = ("--global_batch_size", "--layers", "--log_interval", "--max_episodes", "--num_batches", "--num_episode", "--num_repeat",
+               "--num_splits", "--num_updates", "--observers", "--ranks_per_machine", "--repeats", "--split_size", "--split_sizes",
+               "--total_steps_per_episode", "--width", "--world_size")
+CHOICES = ("--arch", "--dataset", "--demo", "--envs", "--kind", "--method", "--model", "--optimizer", "--schedule",
+           "--sharding", "--truncation")
 NOT_A_FILE = "must be a file, not a folder, a pipe or a device"
 SECONDS = "at least 0.01 and at most 10000000"
 NO_PORT = "give the port with --master_port, and no IPv6"
 KNOWN = [
+    *((flag, value, "give a whole number at least") for flag in (*SIZES, *OTHER_COUNTS, *MORE_COUNTS) for value in ("0", "-1")),
+    *((flag, "1.5", "is not accepted; give a whole number") for flag in ("--epochs", "--world_size", "--num_steps")),
+    *((flag, value, "at least 0 and at most 1") for flag in ("--dropout", "--gamma", "--momentum") for value in ("-0.1", "1.5", "nan")),
+    *((flag, value, "give a number above 0") for flag in ("--lr", "--reward_threshold") for value in ("0", "-0.1", "nan", "inf")),
+    ("--lr", "1e38", "--lr 1e+38 must be at most 1e+30"),
+    *(("--max_staleness", value, "at least 0") for value in ("-1", "0.5")),
+    ("--slow_rank", "-1", "at least 0"),
+    *((flag, "another", "(choose from ") for flag in CHOICES),
     *(("--seed", value, "at most 2147483647") for value in ("20000000000000", str(2**64), "-1")),
-    *(("--timeout", value, SECONDS) for value in ("1e300", "1e-300", "nan", "0")),
-    ("--delay", "1e300", "at most 10000000"),
+    *(("--timeout", value, SECONDS) for value in ("1e300", "1e-300", "nan", "0", "-1")),
+    *(("--delay", value, "at least 0 and at most 10000000") for value in ("1e300", "-1", "inf")),
+    *(("--master_port", value, "at least 1 and at most 65535") for value in ("0", "99999", "abc")),
+    *(("--device", "cuda", "needs a GPU") for _ in range(not torch.cuda.is_available())),
+    *((flag, f"{folder}/run.pt", "must be a place where files can be written") for flag in ("--checkpoint", "--file", "--output_dir")
+      for folder in ("/dev/null", "/proc/1/none")),
     ("--world_size", DIGITS, "at most 65536"),
     ("--world_size", "1000", "can hold at most 240 processes (memory)"),
     ("--observers", DIGITS, "at most 65535"),
@@ -395,6 +409,101 @@ def test_known_bad_input(flag, value, says, stubbed):
         assert says in line
 
 
+# Program, flags, and what the line says: of bounds that other programs do not have, and of flags that do not go together.
+REFUSED = [
+    *((name, "--world_size 1", "at least 2") for name in (
+        "batch_rl.main", "p2p_collectives.deadlock", "p2p_collectives.main", "param_server.batch_update", "param_server.main",
+        "rpc_rl.main", "rpc_rnn.main")),
+    ("ddp_rpc_hybrid.main", "--world_size 2", "at least 3"),
+    *((name, "--num_classes 1", "at least 2") for name in ("ddp_rpc_hybrid.main", "model_parallel_resnet.main")),
+    ("rpc_rl.main", "--world_size 12", "--reward_threshold 475 cannot be passed in 454 steps, each observer's share of"),
+    ("rpc_rl.main", "--reward_threshold 600", "--reward_threshold 600 cannot be passed in 500 steps"),
+    ("rpc_rl.main", "--rank 3 --world_size 3 --master_addr 127.0.0.1", "--rank 3 must be below --world_size 3"),
+    ("rpc_rl.main", "--rank 1", "--rank 1 requires --master_addr HOST"),
+    ("rpc_rl.main", "--master_addr 127.0.0.1", "--master_addr 127.0.0.1 requires --rank R"),
+    ("rpc_rl.main", "--learning_rate 1", "unrecognized arguments: --learning_rate 1"),
+    ("rpc_rl.main", "--seed x", "argument --seed: 'x' is not accepted; give a whole number"),
+    ("rpc_rl.main", "--max 1", "unrecognized arguments: --max 1"),  # not short for --max_episodes
+    ("rpc_rl.fast", "--checkpoint none.pt --resume", "--checkpoint none.pt must be an existing file with --resume"),
+    ("batch_rl.main", "--observers 2 --world_size 6", "--observers 2 must be 5 with --world_size 6"),
+    ("batch_rl.main", "--check --observers 2 5", "--observers 2 5 must be a single number with --check"),
+    ("batch_rl.main", "--rank 1 --master_addr 127.0.0.1", "--rank 1 requires --world_size N"),
+    ("batch_rl.double_buffering", "--envs_per_observer 3", "--envs_per_observer 3 must be even"),
+    ("batch_rl.until_solved", "--num_steps 400", "--num_steps 400 must be above --reward_threshold 475"),
+    ("ddp_basic.main", "--demo skew --slow_rank 2", "--slow_rank 2 must be below --world_size 2"),
+    ("ddp_basic.elastic", "--global_batch_size 1438", "at least 1 and at most 1437"),
+    ("ddp_basic.elastic", "--global_batch_size 15", "--global_batch_size 15 must be a multiple of --world_size 2"),
+    ("ddp_basic.elastic", "--checkpoint /", "--checkpoint /"),
+    ("ddp_basic.fsdp", "--layers 1001", "at least 1 and at most 1000"),
+    ("ddp_basic.fsdp", "--global_batch_size 513", "at least 1 and at most 512"),
+    ("ddp_basic.fsdp", "--global_batch_size 30", "--global_batch_size 30 must be a multiple of --world_size 4"),
+    ("ddp_basic.fsdp", "--width 10000000", "--width 10000000 --layers 8 would need"),
+    ("ddp_basic.fsdp", "--checkpoint run", "--checkpoint run requires --sharding full"),
+    ("ddp_basic.fsdp", "--checkpoint run --sharding full --resume", "--checkpoint run must have a checkpoint with --resume"),
+    ("ddp_basic.fsdp", "--checkpoint /dev/null --sharding full", "--checkpoint /dev/null must be a place where files can be written"),
+    ("ddp_rpc_hybrid.sharded_table_dtensor", "--sparse", "--sparse requires sharded_table.py"),
+    ("ddp_rpc_hybrid.sharded_table_dtensor", "--num_embeddings 4 --world_size 3", "leaves a trainer without rows"),
+    ("ddp_rpc_hybrid.sharded_table_dtensor", "--num_embeddings 1", "--num_embeddings 1 --world_size 2 leaves a trainer without rows"),
+    ("benchmarks.ddp_rpc_hybrid_tables", "--rows 4 --trainers 3", "--num_embeddings 4 --world_size 3 leaves a trainer without rows"),
+    *((f"model_parallel_resnet.{name}", *row) for name in ("main", "early_backward") for row in (
+        ("--world_size 4", "--world_size 4 must be 3: one process for each role"),
+        ("--num_splits 4 16 --batch_size 8", "--num_splits 16 must be at most --batch_size 8"),
+        ("--image_size 31", "at least 32"),
+        ("--image_size 32 --batch_size 8", "--image_size 32 must be above 32 with --num_splits 8 and --batch_size 8"))),
+    ("model_parallel_resnet.schedules", "--world_size 3", "--world_size 3 must be 2: one process for each role"),
+    ("model_parallel_resnet.schedules", "--num_splits 3", "--num_splits 3 must be a divisor of --batch_size 32"),
+    *(("model_parallel_resnet.single_machine", *row) for row in (
+        ("--devices cpu tpu", "'tpu' is not accepted; give cpu or cuda:N"),
+        ("--devices cuda cuda", "'cuda' is not accepted; give cpu or cuda:N"),
+        ("--devices cpu", "expected 2 arguments"),
+        ("--devices cuda:98 cuda:99", "--devices cuda:98 cuda:99 must be "),
+        ("--devices cpu cpu --device cpu", "--device cpu cannot be given with --devices cpu cpu"),
+        ("--split_sizes 1 13", "--split_sizes 13 must be at most --batch_size 12"),
+        ("--split_size 13", "--split_size 13 must be at most --batch_size 12"),
+        ("--image_size 32", "at least 33"),
+        *((f"{flag} 2", f"unrecognized arguments: {flag} 2") for flag in ("--world_size", "--rank", "--timeout")))),
+    ("p2p_collectives.deadlock", "--check --mended", "--mended cannot be given with --check"),
+    ("p2p_collectives.deadlock", "--check --rank 0 --master_addr 127.0.0.1", "give no --rank, and no torchrun"),
+    ("p2p_collectives.init_methods", "--rank 0 --master_addr 127.0.0.1", "--method all must be env, tcp or file"),
+    ("p2p_collectives.init_methods", "--rank 0 --master_addr 127.0.0.1 --method file", "--method file requires --file FILE"),
+    ("p2p_collectives.init_methods", "--file text", "--file text must be a path where nothing is yet"),
+    ("p2p_collectives.ring_allreduce", "--sizes 6", "--sizes 6 must be a multiple of 4"),
+    ("p2p_collectives.shared_memory", "--sizes 8", "--sizes 8 must be a multiple of 16"),
+    ("p2p_collectives.shared_memory", "--ranks_per_machine 3", "--ranks_per_machine 3 must be a divisor of 4"),
+    ("p2p_collectives.shared_memory", "--ranks_per_machine 8", "--ranks_per_machine 8 must be a divisor of 4"),
+    ("p2p_collectives.train", "--global_batch_size 3 --world_size 4", "--global_batch_size 3 must be at least --world_size 4"),
+    ("p2p_collectives.train", "--world_size 2000 --global_batch_size 2000 --rank 0 --master_addr 127.0.0.1", "must be at most 1437"),
+    # Only where rank 0 is: see test_good_input_is_accepted.
+    ("p2p_collectives.train", "--resume --checkpoint none.pt --rank 0 --master_addr 127.0.0.1", "--checkpoint none.pt must be an existing"),
+    ("param_server.main", "--world_size 1439 --rank 1", "--world_size 1439 must be at most 1438"),
+    ("param_server.main", "--rank 3", "--rank 3 must be below --world_size 3"),
+    ("param_server.batch_update", "--batch_size 1", "at least 2"),
+    ("param_server.batch_update", "--image_size 4", "at least 8"),
+    *((f"rpc_rnn.{name}", "--world_size 3", "--world_size 3 must be 2, a server and one trainer") for name in ("main", "prefetch")),
+    ("rpc_rnn.main", "--batch_size 30000", "--batch_size 30000 must be at most 25000 for 1 trainer"),
+    ("rpc_rnn.several_trainers", "--batch_size 20000", "--batch_size 20000 must be at most 12500 for 2 trainers"),
+    ("rpc_rnn.main", "--corpus none.txt", "--corpus none.txt must be a UTF-8 text of at least 400 characters (no such file)"),
+    ("rpc_rnn.main", "--corpus text --batch_size 2000", "at least 40000 characters, or --batch_size 2000 smaller"),
+]
+
+
+@pytest.mark.parametrize(("name", "flags", "says"), REFUSED, ids=[f"{name} {flags}" for name, flags, _ in REFUSED])
+def test_bad_input(name, flags, says, stubbed):
+    assert says in refusal(name, flags.split(), stubbed)
+
+
+@pytest.mark.parametrize("name", with_flag("--resume"))
+def test_bad_input_nothing_to_resume(name, stubbed):
+    assert "--resume requires --checkpoint " in refusal(name, ["--resume"], stubbed)
+
+
+def test_bad_input_one_process_under_torchrun(stubbed, torchrun):
+    os.environ["WORLD_SIZE"] = "2"
+    line = refusal("model_parallel_resnet.single_machine", [], stubbed)
+    assert "this example is one process" in line
+    assert "not torchrun" in line
+
+
 @pytest.mark.parametrize(("name", "flags"), [
     ("batch_rl.main", ["--num_steps", LARGE]),
     ("model_parallel_resnet.main", ["--batch_size", LARGE]),
@@ -422,8 +531,9 @@ def test_a_corpus_larger_than_the_memory(stubbed):
 
 
 @pytest.mark.parametrize("name", with_flag("--dataset"))
-def test_no_place_for_mnist(name, stubbed):
-    for folder in (LONG, "pipe", "/dev/null", "text/below"):
+def test_no_mnist(name, stubbed):
+    """No place for it, or an empty one, and nobody from whom it could be fetched."""
+    for folder in (LONG, "pipe", "/dev/null", "text/below", "folder"):
         line = refusal(name, ["--dataset", "mnist", "--data_dir", folder], stubbed)
         assert line.startswith(f"error: --data_dir {folder[:30]}")
         assert "--dataset digits" in line
@@ -443,6 +553,7 @@ def test_no_place_for_mnist(name, stubbed):
     ("rpc_rnn.main", ["--bptt", LARGE]),
     ("param_server.main", ["--batch_size", LARGE]),
     ("p2p_collectives.init_methods", ["--file", "a%b"]),
+    ("p2p_collectives.train", ["--resume", "--checkpoint", "none.pt", "--rank", "1", "--master_addr", "10.0.0.7"]),
 ])
 def test_good_input_is_accepted(name, flags, stubbed):
     assert outcome(name, flags, stubbed) == ("accepted", "")
@@ -517,6 +628,34 @@ def test_a_training_goes_on_with_its_flags(name, stubbed):
         assert "must be 12345, as in --checkpoint run.pt" in refusal(name, [*flags, *argv], stubbed)
 
 
+ANOTHER_MODEL = {"model": torch.nn.Linear(3, 3).state_dict()}
+NOT_ITS_CHECKPOINT = [  # a program, what is changed in a checkpoint of its own, and what the line says
+    *((name, change, "--checkpoint run.pt is not a whole checkpoint of ")
+      for name in CHECKPOINTS for change in ("truncated", "text", {"example": "another"})),
+    *((name, ANOTHER_MODEL, "--checkpoint run.pt is of another model") for name in CHECKPOINTS if name != "rpc_rl.fast"),
+    ("rpc_rl.fast", {"generators": {1: 0, 2: 0, 3: 0}}, "--world_size"),
+    ("rpc_rnn.main", {"vocabulary": "abcdefghij"}, "--corpus"),
+    *((name, {"epochs": epochs}, "--epochs") for name, epochs in (
+        ("p2p_collectives.train", [{}] * 11), ("param_server.main", 21), ("rpc_rnn.main", [{}] * 9))),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "says"), NOT_ITS_CHECKPOINT)
+def test_not_its_checkpoint(name, change, says, stubbed):
+    """Refused, also without --resume, which would write over it; and nothing happens to the file."""
+    path = Path("run.pt")
+    flags = save_and_resume(name, str(path), {**CHECKPOINTS[name](), **(change if isinstance(change, dict) else {})})
+    if change == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif change == "text":
+        path.write_text("lr = 0.01\n")
+    before = path.read_bytes()
+    assert says in refusal(name, flags, stubbed)
+    if "whole" in says:
+        assert says in refusal(name, flags[:2], stubbed)
+    assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_half_a_state_is_no_checkpoint(name, stubbed):
     flags = save_and_resume(name, "run.pt", {"model": [1, 2]})
@@ -530,6 +669,15 @@ def test_a_checkpoint_that_cannot_be_read(stubbed, monkeypatch):
     monkeypatch.setattr(torch, "load", denied)
     assert refusal("rpc_rl.fast", ["--checkpoint", "text", "--resume"], stubbed) == (
         "error: --checkpoint text must be a file that can be read (permission denied)\n")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_tells_every_default(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parser_of(name).parse_args(["--help"])
+    assert stop.value.code == 0
+    shown = [action for action in parser_of(name)._actions if action.dest != "help" and not action.required]
+    assert " ".join(capsys.readouterr().out.split()).count("(default: ") >= len(shown)
 
 
 # --- where the tensors were

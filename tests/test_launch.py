@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import joblib
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,6 +183,19 @@ def test_loopback():
 def test_interface_towards():
     assert interface_towards("127.0.0.1") in ("lo", "lo0")
     assert interface_towards("no such host") is None
+
+
+def test_an_end_that_is_seen_late():
+    """A rank's pipe is closed before it is gone; on a busy machine the fork server tells its status seconds later."""
+    states = iter([psutil.STATUS_RUNNING, psutil.STATUS_RUNNING])
+
+    def join(seconds):
+        child.exitcode = -signal.SIGSEGV if seconds > 2 else None
+
+    child = SimpleNamespace(pid=os.getpid(), sentinel=None, exitcode=None, join=join)
+    process = start.Process(1, child)
+    process.handle = SimpleNamespace(status=lambda: next(states, psutil.STATUS_ZOMBIE))
+    assert process.failure() == watch.Failure(1, "was killed by SIGSEGV")
 
 
 def test_nccl_needs_a_gpu_for_every_rank(monkeypatch):
@@ -472,3 +486,24 @@ def test_the_end_of_a_rank_of_torchrun(module, registered, monkeypatch):
     monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
     program.end_at_once(SimpleNamespace(__module__=module))
     assert at_exit == [(exit_now, 0)] * registered
+
+
+def test_a_slow_start_is_no_standstill(monkeypatch, capfd):
+    """A rank's first words are that it lives; what does not move yet has not stopped."""
+    monkeypatch.setattr(watch, "GRACE_S", 0.0)
+    board = SimpleNamespace(keys=["rank/0", "rank/1"], values={}, texts={})
+    decider = watch.Decider(board, ["a", "b"], timeout=0.05)
+
+    def hear(**status):
+        for key in board.keys:
+            board.values[key] = {"left": False, **status}
+            decider.heard.note(key, str(status).encode())
+        decider.note_standstill()
+
+    time.sleep(0.1)
+    hear(beat=1)
+    hear(beat=2, moved=[0, 7])
+    assert capfd.readouterr().err == ""
+    time.sleep(0.1)
+    hear(beat=3, moved=[0, 7])
+    assert capfd.readouterr().err.startswith("note: for 0.05 s, nothing has moved: ")

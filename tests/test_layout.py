@@ -4,19 +4,16 @@ import ast
 import graphlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from common.program import belonging_to
 
-from tests.conftest import NEVER, SOME
-
 ROOT = Path(__file__).parent.parent
 PROGRAMS = [
     "ddp_basic/main.py", "ddp_basic/elastic.py", "ddp_basic/fsdp.py",
-    "p2p_collectives/main.py", "p2p_collectives/init_methods.py", "p2p_collectives/ring_allreduce.py",
+    "p2p_collectives/main.py", "p2p_collectives/deadlock.py", "p2p_collectives/init_methods.py",
+    "p2p_collectives/ring_allreduce.py",
     "p2p_collectives/shared_memory.py", "p2p_collectives/train.py", "p2p_collectives/train_flat.py",
     "p2p_collectives/train_ddp.py",
     "rpc_rl/main.py", "rpc_rl/fast.py", "rpc_rnn/main.py", "rpc_rnn/prefetch.py",
@@ -85,18 +82,14 @@ def test_the_lesson_begins_early(program):
     assert first.lineno < 70
 
 
-@pytest.mark.parametrize("program", RPC)
-def test_rpc_is_in_plain_sight(program):
+@pytest.mark.parametrize(("program", "joins", "leaves"), [
+    *((program, "rpc.init_rpc(", "rpc.shutdown()") for program in RPC),
+    *((program, "dist.init_process_group(", "dist.destroy_process_group()") for program in GROUPS),
+])
+def test_joining_and_leaving_are_in_plain_sight(program, joins, leaves):
     text = (ROOT / program).read_text()
-    assert "rpc.init_rpc(" in text
-    assert "rpc.shutdown()" in text
-
-
-@pytest.mark.parametrize("program", GROUPS)
-def test_the_group_is_in_plain_sight(program):
-    text = (ROOT / program).read_text()
-    assert "dist.init_process_group(" in text
-    assert "dist.destroy_process_group()" in text
+    assert joins in text
+    assert leaves in text
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -149,39 +142,15 @@ def test_the_oracle_is_independent(program):
     assert not [name for name in taken if not name[-1][0].isupper()], "only classes: of weights, of environments"
 
 
-def walks():
-    return sorted((ROOT / "docs/walk").glob("*.json"))
-
-
-def defined(path):
-    """The functions, classes and methods of a file."""
-    names = set()
-    for node in ast.parse((ROOT / path).read_text()).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-            names |= {f"{node.name}.{inner.name}" for inner in ast.walk(node)
-                      if isinstance(inner, ast.ClassDef | ast.FunctionDef) and inner is not node}
-    return names
-
-
-@pytest.mark.parametrize("walk", walks(), ids=lambda path: path.stem)
-def test_the_walk_leads_somewhere(walk):
-    for row in json.loads(walk.read_text()):
-        for there in [row.get("see"), *row.get("names", {}).values()]:
-            if there:
-                path, _, name = there.partition("::")
-                assert (ROOT / path).exists(), row
-                assert not name or name in defined(path), row
-        assert all(row.get("names", {}).values()) or row["left_out"], row
-
-
 def test_every_cell_has_its_row():
+    """And what is not here says why; benchmarks.docs, which makes the tables, finds what does not exist."""
     edition = json.loads((ROOT / "docs/japanese_edition.json").read_text())
     rows = {}
-    for walk in walks():
+    for walk in (ROOT / "docs/walk").glob("*.json"):
         chapter = re.match(r"6_\d", walk.stem)[0]
         for row in json.loads(walk.read_text()):
             rows.setdefault((chapter, row["cell"]), []).append(row)
+            assert all(row.get("names", {}).values()) or row["left_out"], row
     for notebook in edition["notebooks"]:
         for cell in notebook["cells"]:
             found = rows.get((notebook["chapter"], cell["cell"]))
@@ -191,16 +160,3 @@ def test_every_cell_has_its_row():
             else:
                 named = {name for row in found for name in row.get("names", {})}
                 assert set(cell["defines"]) <= named, (notebook["chapter"], cell)
-
-
-def test_rows_of_make_test():
-    """Each entry of SOME leaves rows out, and keeps one: a test that is renamed would never run, or always whole."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q", "-m", "not learn", "tests"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    tests = [line.removeprefix("tests/") for line in listed.splitlines() if "::" in line]
-    for name, kept in SOME.items():
-        rows = [re.match(kept, row.removesuffix("]")) for place, _, row in (test.partition("[") for test in tests)
-                if f"/{place}".endswith((f"/{name}", f"::{name}"))]
-        assert rows, name
-        assert not all(rows), name
-        assert any(rows) or kept == NEVER, name

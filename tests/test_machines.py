@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.two_machines import Weather, ip, two_machines, why_not
-from tests.helpers import descendants, nothing_left, running, script, torchrun
+from tests.helpers import SOON_S, descendants, nothing_left, running, script, torchrun
 
 TIMEOUT_S = 8
 in_turns = pytest.mark.xdist_group("machines in turns")  # beside many others, a healthy rank would be silent, too
@@ -240,10 +240,8 @@ def test_a_bad_cable_is_survived(lesson, way, far, weather, port, tmp_path):
         weather.lost = [0.0, 0.0]
         goes_on(2)
         here.send_signal(signal.SIGTERM)
-        began = time.monotonic()
-        _, err = here.communicate(timeout=20)
-        _, err_there = there.communicate(timeout=20)
-        assert time.monotonic() - began < 15
+        _, err = here.communicate(timeout=SOON_S)
+        _, err_there = there.communicate(timeout=SOON_S)
         # Which line it is depends on what the bad cable still holds back.
         assert "interrupted" in err or way == "torchrun"
         assert len(errors_of(err_there)) == 1, err_there
@@ -260,9 +258,7 @@ def test_a_cable_that_carries_one_way(lesson, way, lost, far, weather, port, tmp
     with running(commands[1], tmp_path) as there, running(commands[0], tmp_path, until="epi|epo") as here:
         time.sleep(1.5)
         weather.lost = list(lost)
-        cut = time.monotonic()
-        ended = [run.communicate(timeout=TIMEOUT_S + 30) for run in (here, there)]
-        assert time.monotonic() - cut < TIMEOUT_S + 10
+        ended = [run.communicate(timeout=TIMEOUT_S + SOON_S) for run in (here, there)]
         for run, (_, err), other in zip((here, there), ended, (1, 0), strict=True):
             assert run.returncode == 1
             errors = errors_of(err)
@@ -278,9 +274,7 @@ def test_a_launcher_killed_on_the_other_machine(machines, port, tmp_path):
     with running(commands[1], tmp_path) as there, running(commands[0], tmp_path, until="epo") as here:
         started = descendants(there.pid)
         there.kill()
-        began = time.monotonic()
-        _, err = here.communicate(timeout=20)
-        assert time.monotonic() - began < 10
+        _, err = here.communicate(timeout=SOON_S)
         assert errors_of(err) == ["error: rank 1 (rank1) ended: its launcher is gone; stopped 1 other process"], err
         assert here.returncode == 1
         assert started

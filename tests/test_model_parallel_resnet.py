@@ -2,28 +2,24 @@
 
 import json
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from common.session import device_for
-from common.tracing import record, timeline
+from common.tracing import timeline
 
 from benchmarks import model_parallel_resnet as benchmark
 from model_parallel_resnet import (
     check,
-    early_backward,
     measuring,
     results,
-    schedules,
-    schedules_check,
 )
 from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet.main import DistResNet50
-from tests.helpers import bad, commands_in, run, script, torchrun
+from tests.helpers import commands_in, run, script
 
-MAIN, EARLY, SCHEDULES = (f"model_parallel_resnet/{name}.py" for name in ("main", "early_backward", "schedules"))
+MAIN = "model_parallel_resnet/main.py"
 SMALL = ["--arch", "resnet18", "--image_size", "64", "--batch_size", "8"]
 BRIEF = [*SMALL, "--num_splits", "1", "4", "--num_batches", "1"]
 
@@ -172,15 +168,15 @@ def test_the_parts_of_a_batch_with_two_pieces_at_a_time():
                     "last": 5}}
 
 
-# --- the oracle
+# --- the runs, and what they check themselves
 
 
-def failed(main, flags, folder, capfd):
-    """What a run or check that ends with status 1 prints: stdout and stderr."""
+def failed(folder, capfd):
+    """What a short run that ends with status 1 prints to stderr."""
     with pytest.raises(SystemExit) as stop:
-        main([*flags, "--output_dir", str(folder)])
+        rpc_pipeline.main([*BRIEF, "--output_dir", str(folder)])
     assert stop.value.code == 1
-    return capfd.readouterr()
+    return capfd.readouterr().err
 
 
 class PlainOptimizer:
@@ -204,63 +200,20 @@ def run_with_split_size(rank, world_size, args):
     return rpc_pipeline.run_worker(rank, world_size, args)
 
 
-original_record, original_schedules_record = check.record, schedules_check.record
-
-
-# --- the runs, and what they check themselves
-
-
-def rows_of(folder, example):
-    metrics = json.loads((folder / "outputs" / example / "metrics.json").read_text())
-    assert metrics["losses"][-1] < metrics["losses"][0]
-    for row in metrics["rows"]:
-        m = row["num_split"]
-        assert row["median_s"] > 0
-        assert row["ideal"] == 2 * m / (m + 1)
-        assert row["speedup"] == pytest.approx(metrics["rows"][0]["median_s"] / row["median_s"])
-        assert 0 < row["idle_share"] < 1
-    return metrics
-
-
-def forward_and_backward(folder, role):
-    """How often each micro-batch number is in the trace, by kind."""
-    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
-    pid = next(event["pid"] for event in events if event["ph"] == "M" and event["args"]["name"] == role)
-    of_role = [event for event in events if event["ph"] == "X" and event["pid"] == pid]
-    return {kind: [event["args"]["micro_batch"] for event in of_role if event["name"] == kind]
-            for kind in ("forward", "backward")}
-
-
 def test_readme_command(tmp_path):
     """The first command of the README, with less to do, and sizes that do not divide."""
     command = commands_in("model_parallel_resnet/README.md")[0]
     assert command[1] == MAIN
     result = run(script(*command[1:], *SMALL, "--num_splits", 1, 3, "--num_batches", 2), tmp_path, cold=True)
     assert (result.returncode, result.stderr) == (0, "")
-    metrics = rows_of(tmp_path, "model_parallel_resnet")
-    assert [row["num_split"] for row in metrics["rows"]] == [1, 3]
-    assert len(metrics["losses"]) == 6
     lines = result.stdout.splitlines()
     assert lines[6].split() == ["splits", "s/batch", "speed-up", "ideal", "idle"]
     assert [line.split()[0] for line in lines[7:9]] == ["1", "3"]
     assert lines[-2].startswith("resnet18, RPC pipeline: loss 0.")
     output = tmp_path / "outputs/model_parallel_resnet"
     assert sorted(path.name for path in output.iterdir()) == ["metrics.json", "num_split.png"]
+    metrics = json.loads((output / "metrics.json").read_text())
     assert [row["num_split"] for row in metrics["where"]] == [1, 3]
-
-
-@pytest.mark.parametrize("program", [MAIN, EARLY])
-def test_timeline(program, tmp_path):
-    """From outside: both workers have had all micro-batches, in both directions, and each names its line."""
-    record.main([str(timeline.ROOT / program), *SMALL, "--num_splits", "3", "--num_batches", "2",
-                  "--output_dir", str(tmp_path)])
-    for role in ("worker1", "worker2"):
-        for numbers in forward_and_backward(tmp_path, role).values():
-            assert sorted(numbers) == sorted([0] * 3 + [0, 1, 2] * 3)  # a warm-up and two batches of each count
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    kinds = {event["name"] for event in events if event["ph"] == "X"}
-    assert kinds == {"forward", "backward", "step", "loss", "remote call", *["add"] * (program == EARLY)}
-    assert all(event["args"]["where"].startswith("model_parallel_resnet/") for event in events if event["ph"] == "X")
 
 
 def test_what_a_timeline_shows():
@@ -271,134 +224,21 @@ def test_what_a_timeline_shows():
     assert results.shown_first(spans, args) == {"num_split 1: 6.00 s": (4, 10), "num_split 4: 5.00 s": (16, 21)}
 
 
-@pytest.fixture(scope="module")
-def gpipe(tmp_path_factory):
-    """A short run of schedules.py as a user starts it, and its folder."""
-    folder = tmp_path_factory.mktemp("gpipe")
-    command = [sys.executable, "-m", "common.tracing", *script(SCHEDULES)[1:]]
-    return run([*command, *BRIEF], folder), folder
-
-
-@pytest.fixture(scope="module")
-def under_torchrun(tmp_path_factory):
-    """A short run of main.py under torchrun, and its folder."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    return run(torchrun(3, MAIN, *BRIEF), folder), folder
-
-
-def test_zero_bubble_v(tmp_path, capfd, monkeypatch):
-    """Both quarters of a rank have had all micro-batches; the gradients of the weights are computed apart."""
-    monkeypatch.chdir(tmp_path)
-    record.main([str(timeline.ROOT / SCHEDULES), *BRIEF, "--schedule", "zero_bubble_v"])
-    out, err = capfd.readouterr()
-    assert err == ""
-    assert "[stage0] batch 1  splits 4" in out  # in a V, rank 0 has the first and the last stage
-    metrics = rows_of(tmp_path, "model_parallel_resnet/schedules")
-    assert (metrics["schedule"], metrics["stages_per_rank"]) == ("zero_bubble_v", 2)
-    events = json.loads((tmp_path / "outputs/model_parallel_resnet/schedules/timeline.json").read_text())["traceEvents"]
-    counts = {}
-    for event in events:
-        if "stage" in event.get("args", {}):
-            key = event["args"]["stage"], event["name"]
-            counts.setdefault(key, []).append(event["args"]["micro_batch"])
-    assert set(counts) == {(stage, kind) for stage in range(4) for kind in ("forward", "backward", "weight gradients")
-                           if (stage, kind) != (0, "weight gradients")}  # torch computes all of stage 0 in one
-    assert all(sorted(numbers) == [0] * 4 + [1, 1, 2, 2, 3, 3] for numbers in counts.values())
-
-
-def require_schedule(folder, schedule):
-    metrics = rows_of(folder, "model_parallel_resnet/schedules")
-    assert metrics["schedule"] == schedule
-    numbers = forward_and_backward(folder / "outputs/model_parallel_resnet/schedules", "stage1")
-    assert numbers["forward"] == numbers["backward"] == [0, 0, 1, 2, 3] * 2
-
-
-def test_gpipe(gpipe):
-    result, folder = gpipe
-    assert (result.returncode, result.stderr) == (0, "")
-    require_schedule(folder, "gpipe")
-
-
-def test_1f1b(tmp_path, capfd, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    record.main([str(timeline.ROOT / SCHEDULES), *BRIEF, "--schedule", "1f1b"])
-    assert capfd.readouterr().err == ""
-    require_schedule(tmp_path, "1f1b")
-
-
-def test_both_ways_learn_the_same(under_torchrun, gpipe):
-    """One step after the other from the same weights, on the same batch: the losses are those of the other script."""
-    losses = [rows_of(folder, example)["losses"] for (_, folder), example in (
-        (under_torchrun, "model_parallel_resnet"), (gpipe, "model_parallel_resnet/schedules"))]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
-
-
 def test_run_sees_a_split_size(tmp_path, capfd, monkeypatch):
     """As in the tutorial, where `xs.split` gets the number as a size: the table's first column would be wrong."""
     monkeypatch.setattr(rpc_pipeline, "run_worker", run_with_split_size)
-    _, err = failed(rpc_pipeline.main, BRIEF, tmp_path, capfd)
-    assert "worker1 had 8 micro-batches with --num_splits 1" in err
+    assert "worker1 had 8 micro-batches with --num_splits 1" in failed(tmp_path, capfd)
 
 
 def test_run_sees_a_plain_optimizer(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(rpc_pipeline, "run_worker", run_with_plain_optimizer)
-    _, err = failed(rpc_pipeline.main, BRIEF, tmp_path, capfd)
-    assert "the loss of the same batch has not fallen" in err
+    assert "the loss of the same batch has not fallen" in failed(tmp_path, capfd)
 
 
-@pytest.mark.parametrize("main", [rpc_pipeline.main, early_backward.main, schedules.main],
-                         ids=["rpc", "early", "schedules"])
-def test_a_loss_that_is_not_finite(main, tmp_path, capfd):
-    """One line and status 1, and no metrics.json with NaN in it."""
-    _, err = failed(main, [*BRIEF, "--lr", "1e30"], tmp_path, capfd)
-    assert len(err.splitlines()) == 1
-    assert "training has diverged; give a smaller --lr" in err
-    assert not (tmp_path / "metrics.json").exists()
-
-
-def test_one_process_of_the_benchmark_is_the_same_training(under_torchrun):
+def test_one_process_of_the_benchmark_is_the_same_training(tmp_path):
     """Its row is what all others are compared with: the same model, batch and steps."""
-    _, folder = under_torchrun
-    args = rpc_pipeline.build_parser().parse_args([*BRIEF, "--output_dir", str(folder)])
-    _, losses = benchmark.train_alone(args)
-    ours = rows_of(folder, "model_parallel_resnet")["losses"]  # with 1 and 4 splits in turns
+    flags = [*BRIEF, "--output_dir", str(tmp_path)]
+    _, losses = benchmark.train_alone(rpc_pipeline.build_parser().parse_args(flags))
+    ours = rpc_pipeline.main(flags)["losses"]  # with 1 and 4 splits in turns
     assert losses[0] == pytest.approx(ours[0], rel=1e-4)
     assert len(losses) == len(ours) // 2
-
-
-BAD = [
-    *(bad("--num_splits", value, says=("--num_splits", f"'{value}'", "at least 1")) for value in ("0", "-1", "two")),
-    bad("--num_splits", 4, 16, "--batch_size", 8, says=("--num_splits 16 must be at most --batch_size 8",)),
-    *(bad(f"--{flag}", "0", says=(f"--{flag}", "'0'", "at least 1")) for flag in ("batch_size", "num_batches")),
-    bad("--num_classes", "1", says=("--num_classes", "'1'", "at least 2")),
-    bad("--image_size", "31", says=("--image_size", "'31'", "at least 32")),
-    bad("--image_size", 32, "--batch_size", 8, says=("--image_size 32 must be above 32 with",)),
-    bad("--arch", "vgg", says=("--arch", "vgg", "resnet50")),
-    bad("--lr", "nan", says=("--lr", "nan", "above 0")),
-]
-
-
-@pytest.mark.parametrize(("flags", "says"), [*BAD, bad("--world_size", 4, says=("--world_size 4 must be 3",))])
-def test_bad_input(flags, says, refused):
-    refused(rpc_pipeline.main, flags, says)
-    refused(early_backward.main, flags, says)
-
-
-@pytest.mark.parametrize(("flags", "says"), [
-    bad("--world_size", 3, says=("--world_size 3 must be 2",)),
-    bad("--num_splits", 3, says=("--num_splits 3 must be a divisor of --batch_size 32",)),
-    bad("--schedule", "zb", says=("--schedule", "zb", "1f1b"))])
-def test_bad_input_of_schedules(flags, says, refused):
-    refused(schedules.main, flags, says)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: both shards are on it, or on one each")
-def test_check_on_gpu(tmp_path):
-    flags = ["--check", "--num_splits", "2", "--device", "cuda"]
-    assert rpc_pipeline.main([*flags, "--output_dir", str(tmp_path)])
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs: a stage on each, with nccl between them")
-def test_check_of_schedules_on_gpus(tmp_path):
-    flags = ["--check", "--num_splits", "2", "--device", "cuda"]
-    assert schedules.main([*flags, "--output_dir", str(tmp_path)])

@@ -4,30 +4,23 @@ import collections
 import itertools
 import json
 import random
-import re
 import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from common.data import load_data
-from common.vision import import_torchvision
 from torch.nn import functional as F
 
-from param_server import async_server, bounded_server, results
-from param_server import check as oracle
+from param_server import async_server, bounded_server
 from param_server import main as param_server
 from param_server.async_server import AsyncParameterServer, AsyncSGD
 from param_server.bounded_server import Bound, BoundedParameterServer, BoundedTrainerNet
 from param_server.data import get_next_batch
-from tests.helpers import bad, commands_in, run, script
+from tests.helpers import commands_in, run, script
 from tests.test_data import write_mnist
 
-MAIN = "param_server/main.py"
-
-
-PROGRAMS = {"lock": param_server, "async": async_server, "bounded": bounded_server}
+WAYS = {"lock": param_server, "async": async_server}
 
 
 def parsed(*flags, program=param_server):
@@ -86,16 +79,6 @@ def test_mode_reaches_the_network(server_class, world_size):
     assert not torch.equal(server(images), server(images))
 
 
-def test_gradients_flow_through_the_copies():
-    server = AsyncParameterServer(parsed("--device", "cpu"))
-    server.set_mode(False)
-    images, labels = torch.randn(8, 1, 28, 28), torch.arange(8)
-    gradients = torch.autograd.grad(F.nll_loss(server(images), labels), list(server.model.parameters()))
-    expected = torch.autograd.grad(F.nll_loss(server.model(images), labels), list(server.model.parameters()))
-    for gradient, other in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(gradient, other)
-
-
 @pytest.mark.parametrize("server_class", SERVERS)
 def test_a_step_between_forward_and_backward(server_class):
     """What two trainers do to each other: only copies survive it, or a lock that keeps it from happening."""
@@ -109,16 +92,6 @@ def test_a_step_between_forward_and_backward(server_class):
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def test_threads_share_no_module():
-    """functional_call changes the module that it is given, for a while: with one for all, training has no effect."""
-    server = AsyncParameterServer(parsed("--device", "cpu"))
-    with ThreadPoolExecutor(max_workers=1) as other_thread:
-        elsewhere = other_thread.submit(server.stateless).result()
-    assert server.stateless() is server.stateless()
-    assert len({server.stateless(), elsewhere, server.model}) == 3
-    assert all(param.is_meta for param in elsewhere.parameters())  # and takes no memory
 
 
 def test_turns():
@@ -135,19 +108,6 @@ def test_turns():
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(take_turn, range(40))) == [None] * 40
     assert server.turn.acquire(blocking=False)
-
-
-def test_staleness():
-    """Steps between a trainer's forward and its step, of whichever trainer; others have their own clocks."""
-    server, done = AsyncParameterServer(parsed("--device", "cpu", "--world_size", 4)), []
-    for what, trainer in (("read", 1), ("read", 2), ("step", 2), ("read", 2), ("read", None), ("step", 2), ("step", 1),
-                          ("read", 3), ("step", 3)):  # fmt: skip
-        if what == "read":
-            server.note_read(trainer)
-        else:
-            server.apply_step(trainer, lambda trainer=trainer: done.append(trainer))
-    assert done == [2, 2, 1, 3]
-    assert server.staleness == {2: {0: 2}, 1: {2: 1}, 3: {0: 1}}
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 3, 7, 1000])
@@ -259,34 +219,7 @@ def test_all_gather():
             assert server.all_gather(1, values[0]) == second.result() == list(values)
 
 
-def test_summary():
-    """Two trainers, of which one has an epoch with a batch more."""
-    def step(loss, samples, time):
-        return {"loss": loss, "samples": samples, "time": time}
-
-    metrics = results.summary({"test_accuracy": 0.5, "per_trainer": [
-        {"rank": 1, "started": 10.0, "steps": [[step(3.0, 4, 11.0), step(1.0, 2, 12.0)]], "staleness": {2: 1, 0: 1}},
-        {"rank": 2, "started": 10.5, "steps": [[step(2.0, 4, 15.0)]], "staleness": {"3": 1}}]},
-        parsed(program=async_server))
-    assert metrics["staleness"] == {"histogram": {"0": 1, "2": 1, "3": 1}, "mean": 5 / 3, "max": 3}
-    assert metrics["per_trainer"][0]["staleness"] == {"histogram": {"0": 1, "2": 1}, "mean": 1.0, "max": 2}
-    assert metrics["epochs"] == [{"loss": 2.0}]
-    assert (metrics["updates"], metrics["samples_per_s"]) == (3, 2.0)
-    assert [trainer["samples"] for trainer in metrics["per_trainer"]] == [6, 4]
-    assert metrics["per_trainer"][0]["losses"] == [[3.0, 1.0]]
-
-
 # --- what it computes
-
-
-def compared(way, trainers, *more):
-    """The names of what `--check` compares."""
-    several = ["overlap"] if trainers > 1 else []
-    counted = ["staleness", "staleness, mean and largest"] if way != "lock" else []
-    return ["training images", "updates", *(["turns"] if way == "lock" else []), "weights read", *counted,
-            *(["bound"] if way != "async" else []), *several, "dropout", "dropout masks",
-            "losses", "gradients", "weights", "test images", "test log-probabilities", "accuracy", "mean losses",
-            "counts", "moments", *more]
 
 
 def test_check_of_a_resumed_training(capfd, tmp_path):
@@ -295,45 +228,25 @@ def test_check_of_a_resumed_training(capfd, tmp_path):
     flags = ["--world_size", "2", "--batch_size", "100", "--checkpoint", str(saved), "--output_dir", str(tmp_path)]
     param_server.main([*flags, "--epochs", "1"])
     before = saved.read_bytes()
-    resumed = ["--check", "--resume", *flags]
-    assert list(param_server.main(resumed)) == compared("lock", 1, "checkpoints", "last checkpoint")
+    assert list(param_server.main(["--check", "--resume", *flags]))[-2:] == ["checkpoints", "last checkpoint"]
     assert saved.read_bytes() == before
     capfd.readouterr()
 
 
-RECORD = oracle.record
-
-
-def test_loss_that_is_not_finite(capfd, tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        param_server.main(["--lr", "1e30", "--world_size", "2", "--epochs", "2", "--output_dir", str(tmp_path)])
-    assert stop.value.code == 1
-    assert re.fullmatch(r"error: rank 1 \(trainer1\) has a loss of (nan|inf|-inf) in epoch 1: training has diverged; "
-                        r"give a smaller --lr; stopped 1 other process\n", capfd.readouterr().err)
-    assert not (tmp_path / "metrics.json").exists()
-
-
-@pytest.mark.parametrize("way", ["lock", "async"])
+@pytest.mark.parametrize("way", WAYS)
 def test_it_learns(way, tmp_path):
     """The README's command, with a tenth of its epochs, and smaller batches."""
-    path = {"lock": MAIN, "async": "param_server/async_server.py"}[way]
+    path = WAYS[way].__name__.replace(".", "/") + ".py"
     command = next(command for command in commands_in("param_server/README.md") if command[1] == path)
-    folder = tmp_path / "outputs" / parsed(program=PROGRAMS[way]).example
+    folder = tmp_path / "outputs" / parsed(program=WAYS[way]).example
     flags = ["--epochs", "2", "--batch_size", "16", "--lr", "0.04"]
     result = run([*script(*command[1:]), *flags], tmp_path, cold=True)
     assert (result.returncode, result.stderr) == (0, "")
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["test_accuracy"] > 0.85
-    assert metrics["updates"] == 2 * 2 * 45
-    assert len(metrics["epochs"]) == 2
     assert metrics["epochs"][-1]["loss"] < 0.6 * metrics["epochs"][0]["loss"]
-    assert metrics["samples_per_s"] > 0
-    assert [trainer["rank"] for trainer in metrics["per_trainer"]] == [1, 2]
-    assert sum(trainer["samples"] for trainer in metrics["per_trainer"]) == 2 * 1437
     assert ("staleness" in metrics) == (way == "async")
     if way == "async":
-        for trainer in metrics["per_trainer"]:
-            assert sum(trainer["staleness"]["histogram"].values()) == 2 * 45
         assert 0.5 < metrics["staleness"]["mean"] < 1.5  # of N trainers, about N - 1
     assert result.stdout.splitlines()[-2].startswith("digits: test accuracy ")
     for picture in ("loss.png", *(["staleness.png"] if way == "async" else [])):
@@ -341,64 +254,7 @@ def test_it_learns(way, tmp_path):
         assert min(width, height) > 300
 
 
-def test_resume(tmp_path):
-    """With one trainer and the same seeds, the images come in the order of a training that never stopped."""
-    saved = tmp_path / "server.pt"
-    flags = ["--world_size", "2", "--batch_size", "200", "--output_dir", str(tmp_path), "--checkpoint", str(saved)]
-    first = param_server.main([*flags, "--epochs", "1"])
-    state = torch.load(saved, weights_only=True)
-    assert state["epochs"] == 1
-    net = param_server.Net().eval()
-    net.load_state_dict(state["model"])
-    images, labels = load_data(parsed())[1].tensors
-    with torch.no_grad():
-        assert (net(images).argmax(dim=1) == labels).double().mean().item() == first["test_accuracy"]
-    resumed = param_server.main([*flags, "--epochs", "2", "--resume"])
-    assert len(resumed["epochs"]) == 1
-    assert resumed["epochs"][0]["loss"] < first["epochs"][-1]["loss"]
-    assert torch.load(saved, weights_only=True)["epochs"] == 2
-
-
-# --- what can go wrong
-
-
-@pytest.mark.parametrize(("flags", "says"), [
-    *(bad("--world_size", value, says=("--world_size", value, "at least 2")) for value in ("1", "0", "two")),
-    bad("--world_size", "1439", "--rank", "1", says=("--world_size 1439 must be at most 1438",)),
-    *(bad(f"--{flag}", "0", says=(f"--{flag}", "'0'", "at least 1")) for flag in ("epochs", "batch_size")),
-    *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "nan")),
-    bad("--dataset", "cifar", says=("--dataset", "cifar", "mnist")),
-    bad("--rank", "3", says=("--rank", "3", "below")),
-    bad("--resume", says=("--resume", "--checkpoint")),
-    bad("--checkpoint", "/dev/null/run.pt", says=("--checkpoint", "/dev/null/run.pt", "written")),
-])
-def test_bad_input(flags, says, refused):
-    refused(param_server.main, flags, says)
-
-
-def test_bad_bound(refused):
-    refused(bounded_server.main, ["--max_staleness", "-1"], ["--max_staleness", "-1", "at least 0"])
-
-
-def test_no_mnist(tmp_path, refused, monkeypatch):
-    monkeypatch.setattr(import_torchvision().datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
-    folder = str(tmp_path / "data")
-    refused(param_server.main, ["--dataset", "mnist", "--data_dir", folder], ["--data_dir", folder, "--dataset digits"])
-
-
-@pytest.mark.parametrize("kind", ["truncated", "another example", "another model", "more epochs"])
-def test_not_this_models_checkpoint(kind, tmp_path, refused):
-    path = tmp_path / "run.pt"
-    state = {"example": "param_server", "model": param_server.Net().state_dict(), "epochs": 1}
-    state |= {"another example": {"example": "rpc_rl"}, "more epochs": {"epochs": 21},
-              "another model": {"model": torch.nn.Linear(2, 2).state_dict()}}.get(kind, {})
-    torch.save(state, path)
-    if kind == "truncated":
-        path.write_bytes(path.read_bytes()[:20_000])
-    before = path.read_bytes()
-    flags = ["--checkpoint", str(path), "--resume"]
-    refused(param_server.main, flags, ["--epochs" if kind == "more epochs" else str(path)])
-    assert path.read_bytes() == before
+# --- the benchmarks
 
 
 def test_benchmark(tmp_path):
@@ -422,8 +278,3 @@ def test_benchmark_of_the_trainers(tmp_path):
     assert rows["bounded 1"]["staleness_max"] <= 1
     assert all(row["samples_per_s"] > 0 for row in rows.values())
     assert (folder / "trainers.png").exists()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the network is on it")
-def test_check_on_a_gpu(tmp_path):
-    assert param_server.main(["--check", "--device", "cuda", "--output_dir", str(tmp_path)])

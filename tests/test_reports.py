@@ -1,12 +1,13 @@
 """What a run says of itself: speeds on a clock that is known, exact lines, and pictures that show the numbers of the table."""
 
+import importlib
 import json
+import re
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import picture
 from matplotlib.figure import Figure
 
 from batch_rl import main as batch_rl
@@ -87,7 +88,7 @@ def test_rpc_rl(clock, drawn, tmp_path, capfd):
 
 
 def test_batch_rl(drawn, tmp_path, capfd):
-    """Seconds are sums, speeds medians of episodes."""
+    """Seconds and speeds are medians of episodes."""
     args = args_of(batch_rl, tmp_path, "--observers", 1, 2, "--num_episode", 3)
     timed = {1: {"batched": [(1, 100), (2, 100), (4, 100)], "single": [(2, 100), (4, 100), (5, 100)]},
              2: {"batched": [(1, 300), (1, 200), (1, 100)], "single": [(2, 100), (2, 100), (2, 100)]}}
@@ -99,7 +100,7 @@ def test_batch_rl(drawn, tmp_path, capfd):
     assert metrics["wall_s"] == 18
     lines = capfd.readouterr().out.splitlines()
     assert [" ".join(line.split()) for line in lines[-3:-1]] == [
-        "1 7.00 s 11.00 s 50 /s 25 /s 2.00", "2 3.00 s 6.00 s 200 /s 50 /s 4.00"]
+        "1 2.00 s 4.00 s 50 /s 25 /s 2.00", "2 1.00 s 2.00 s 200 /s 50 /s 4.00"]
     assert lines[-1] == "2 observers: 200 environment steps/s in batches, 50 one by one: 4.0 times as many"
     assert drawn() == [{"one by one": ([1, 2], [25, 50]), "in batches": ([1, 2], [50, 200])}]
 
@@ -233,6 +234,30 @@ def test_pipeline(drawn, tmp_path):
         assert number in line
 
 
-def test_median_and_range():
-    """Of several runs: the median of each point, and how far it is to both extremes."""
-    assert picture.median_and_errors([[1, 5], [2, 9], [6, 6]]) == ([2, 6], ([1, 1], [4, 3]))
+DIVERGING = [  # with a learning rate that no training survives
+    ("rpc_rl.main", "--max_episodes 9", r"rank 0 \(agent\) has a \w+ of \S+ (after|in) an .*"),
+    *(("ddp_basic.main", f"--demo {demo} --delay 0", r"rank \d \(rank\d\) has a loss of (inf|nan) at step [23]")
+      for demo in ("basic", "checkpoint", "model_parallel", "skew")),
+    ("ddp_basic.elastic", "", r"rank \d \(rank\d\) has a loss of (inf|nan) in epoch 1"),
+    ("p2p_collectives.train", "", r"rank \d \(rank\d\) has a .*"),
+    ("rpc_rnn.main", "--nhid 8 --optimizer sgd --epochs 1", r"rank 1 \(trainer\) has a .*"),
+    ("param_server.main", "--world_size 2 --epochs 2", r"rank 1 \(trainer1\) has a loss of \S+ in epoch 1"),
+    ("param_server.batch_update", "--world_size 2 --num_updates 4 --arch resnet18 --image_size 32 --batch_size 4",
+     r"rank 1 \(trainer1\) has a loss of (nan|inf) at update \d"),
+    *((f"model_parallel_resnet.{name}", "--arch resnet18 --image_size 64 --batch_size 8 --num_splits 1 4 --num_batches 1", ".*")
+      for name in ("main", "early_backward", "schedules")),
+    ("model_parallel_resnet.single_machine", "--device cpu --batch_size 4 --image_size 33 --num_batches 3", ".*"),
+    ("ddp_rpc_hybrid.main", "--epochs 3", ".* has a loss of .*"),
+    ("ddp_rpc_hybrid.sharded_table", "--epochs 3", ".*"),
+]
+
+
+@pytest.mark.parametrize(("program", "flags", "who"), DIVERGING)
+def test_a_training_that_diverges(program, flags, who, tmp_path, capfd):
+    """One line, status 1, and no metrics.json with NaN in it."""
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(program).main([*flags.split(), "--lr", "1e30", "--output_dir", str(tmp_path)])
+    assert stop.value.code == 1
+    line = rf"error: {who}: training has diverged; give a smaller --lr(; stopped \d other process(es)?)?\n"
+    assert re.fullmatch(line, capfd.readouterr().err)
+    assert list(tmp_path.iterdir()) == []

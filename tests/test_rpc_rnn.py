@@ -8,17 +8,16 @@ import sys
 import pytest
 import torch
 
-from rpc_rnn import check, prefetch, results, several_trainers
 from rpc_rnn import main as rpc_rnn
+from rpc_rnn import prefetch, results, several_trainers
 from rpc_rnn.data import MarkovChain, columns, get_next_batch, load_language
 from rpc_rnn.results import SAMPLE_LENGTH
 from rpc_rnn.saving import LocalRNNModel
-from tests.helpers import ROOT, bad, run, script
+from tests.helpers import ROOT, run, script
 
-MAIN, SEVERAL = "rpc_rnn/main.py", "rpc_rnn/several_trainers.py"
+MAIN = "rpc_rnn/main.py"
 TEXT = ROOT / "README.ja.md"
 SHORT = ["--corpus", str(TEXT), "--epochs", "1", "--batch_size", "4", "--nhid", "8"]  # some 30 steps
-SLOW_START_S = 100  # that a real process may take on a busy machine
 
 
 def parsed(*flags):
@@ -100,30 +99,8 @@ def test_check_passes_through_a_checkpoint(program, tmp_path):
     assert not saved.exists()
 
 
-def test_prefetch_computes_what_the_plain_protocol_does(tmp_path):
-    """A whole training with dropout, and one that is resumed."""
-    saved, flags = tmp_path / "run.pt", [*SHORT, "--dropout", "0.3", "--output_dir", str(tmp_path)]
-    plain = rpc_rnn.main([*flags, "--epochs", "2"])
-    prefetch.main([*flags, "--checkpoint", str(saved)])
-    prefetched = prefetch.main([*flags, "--epochs", "2", "--checkpoint", str(saved), "--resume"])
-    for one, other in zip(plain["epochs"], prefetched["epochs"], strict=True):
-        assert other == pytest.approx(one, rel=1e-5)
-    assert prefetched["rpc_round_trips_per_step"] == 5
-    assert prefetched["sample"] == plain["sample"]
-
-
-original_record = check.record
-
-
-def test_a_training_that_diverges(capfd, tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        rpc_rnn.main([*SHORT, "--optimizer", "sgd", "--lr", "1e30", "--output_dir", str(tmp_path)])
-    assert stop.value.code == 1
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert "rank 1 (trainer) has a" in lines[0]
-    assert "training has diverged; give a smaller --lr" in lines[0]
-    assert not (tmp_path / "metrics.json").exists()
+def test_prefetch_makes_fewer_round_trips(tmp_path):
+    assert prefetch.main([*SHORT, "--output_dir", str(tmp_path)])["rpc_round_trips_per_step"] == 5
 
 
 @pytest.mark.parametrize("val_loss", [1000.0, math.inf, math.nan])
@@ -189,36 +166,6 @@ def test_resume_continues_as_if_never_stopped(tmp_path, capfd):
 # --- what can go wrong
 
 
-@pytest.mark.parametrize(("flags", "says"), [
-    *(bad("--world_size", value, says=("--world_size", value, "at least 2")) for value in ("1", "0", "two")),
-    *(bad(f"--{flag}", "0", says=(f"--{flag}", "'0'", "at least 1"))
-      for flag in ("epochs", "batch_size", "bptt", "ninp", "nhid", "nlayers")),
-    *(bad("--dropout", value, says=("--dropout", value, "at least 0 and at most 1")) for value in ("-0.1", "1.5")),
-    *(bad("--lr", value, says=("--lr", value, "above 0")) for value in ("0", "nan")),
-    bad("--optimizer", "lbfgs", says=("--optimizer", "lbfgs", "adam")),
-    bad("--batch_size", "30000", says=("--batch_size 30000 must be at most 25000 for 1 trainer",)),
-    bad("--corpus", "/tmp/none.txt", says=("--corpus", "/tmp/none.txt", "no such file")),
-    bad("--corpus", "/", says=("--corpus / must be a file, not a folder",)),
-    bad("--corpus", TEXT, "--batch_size", "2000",
-        says=("--corpus", "at least 40000 characters", "--batch_size 2000 smaller")),
-    bad("--resume", says=("--resume", "--checkpoint")),
-    bad("--checkpoint", "/dev/null/run.pt", says=("--checkpoint", "/dev/null/run.pt", "written")),
-    bad("--checkpoint", "/tmp/none/run.pt", "--resume", says=("--checkpoint", "/tmp/none/run.pt", "existing")),
-    bad("--rank", "1", says=("--rank", "1", "--master_addr")),
-    bad("--world_size", "3", says=("--world_size 3 must be 2", "several_trainers.py has more")),
-])
-def test_bad_input(flags, says, refused):
-    refused(rpc_rnn.main, flags, says)
-
-
-@pytest.mark.parametrize(("program", "flags", "says"), [
-    (prefetch, ["--world_size", "3"], ["--world_size 3 must be 2"]),
-    (several_trainers, ["--batch_size", "20000"], ["--batch_size 20000 must be at most 12500 for 2 trainers"]),
-])
-def test_bad_input_of_the_variants(program, flags, says, refused):
-    refused(program.main, flags, says)
-
-
 @pytest.mark.parametrize(("content", "says"), [
     (b"", "it has 0"), (b"too short", "it has 9"), (b"\x80\x81" * 5000, "this is no text"),
     (b"text\0" * 5000, "this is no text"),
@@ -229,33 +176,9 @@ def test_no_text(content, says, tmp_path, refused):
     refused(rpc_rnn.main, ["--corpus", str(path)], ["--corpus", str(path), "UTF-8 text of at least 400", says])
 
 
-@pytest.mark.parametrize("kind", [
-    "truncated", "text", "another example", "another size", "another text", "more epochs"])
-def test_not_this_models_checkpoint(kind, tmp_path, refused):
-    path, vocabulary = tmp_path / "run.pt", "abcdefghij"
-    state = {"example": "rpc_rnn", "model": LocalRNNModel(10, 32, 64, 1).state_dict(), "epochs": [],
-             "vocabulary": vocabulary if kind == "another text" else None}
-    state |= {"another example": {"example": "rpc_rl"}, "more epochs": {"epochs": [{}] * 9},
-              "another size": {"model": LocalRNNModel(10, 32, 65, 1).state_dict()}}.get(kind, {})
-    torch.save(state, path)
-    if kind == "truncated":
-        path.write_bytes(path.read_bytes()[:20_000])
-    elif kind == "text":
-        path.write_text("lr = 0.01\n")
-    before = path.read_bytes()
-    named = {"another text": "--corpus", "more epochs": "--epochs"}.get(kind, str(path))
-    refused(rpc_rnn.main, ["--checkpoint", str(path), "--resume"], [named])
-    assert path.read_bytes() == before
-
-
 def test_benchmark(tmp_path):
     result = run([sys.executable, "-m", "benchmarks.rpc_rnn", "--rounds", "2", "--steps", "3"], tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     metrics = json.loads((tmp_path / "outputs/benchmark_rpc_rnn/metrics.json").read_text())
     assert len(metrics["parts_ms"]) == 7
     assert min(*metrics["parts_ms"].values(), *metrics["ms_per_step"].values()) > 0
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: both processes share it")
-def test_check_on_a_gpu(tmp_path):
-    assert rpc_rnn.main(["--check", "--device", "cuda", "--output_dir", str(tmp_path)])

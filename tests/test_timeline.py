@@ -1,33 +1,29 @@
-"""Per-process timelines: spans, idle shares, the picture, the trace and the page."""
+"""What is recorded from outside of a program: spans, messages; the picture, the trace and the replay."""
 
 import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import struct
 import threading
 import time
 
 import pytest
-from common.tracing import page, record, timeline
+from common.launcher import watch
+from common.tracing import cells, merge, messages, page, record, timeline
 
 
 @pytest.fixture(autouse=True)
 def _off():
     """Other tests, in this process, find it as they would without these."""
     yield
-    timeline._spans = timeline._role = None
+    timeline._spans = timeline._role = timeline._also = None
 
 
 def spans(*times, kind="forward"):
     return [{"kind": kind, "start": start, "end": end, "labels": {}} for start, end in times]
-
-
-def test_off_is_nothing():
-    assert not timeline.is_on()
-    assert isinstance(timeline.span("forward", micro_batch=3), contextlib.nullcontext)
-    timeline.add("forward", 0, 1)
-    assert timeline.recorded() == {}
 
 
 def test_spans_of_any_thread():
@@ -88,7 +84,7 @@ def test_the_line_of_a_span():
 def test_the_cell_of_a_span():
     """That of its function, of the one a subclass has replaced, or of the first caller with one."""
     def cell(*where):
-        found = page.cell_of([[path, 1, function] for path, function in where])
+        found = cells.cell_of([[path, 1, function] for path, function in where])
         return found and (found[0], found[1])
 
     assert cell(("rpc_rl/main.py", "Observer.run_episode")) == ("6_5", 11)
@@ -113,7 +109,9 @@ def test_the_colours():
 
 def test_picture_and_trace(tmp_path):
     of_roles = {"worker1": spans((0, 2), (1, 3), (4, 5)), "worker2": spans((2, 4), kind="backward")}
-    idle = page.save(of_roles, tmp_path, "two workers")
+    recorded = {"title": "two workers", "machine": None, "lanes": [*of_roles], "spans": of_roles, "ops": [],
+                "arrows": []}
+    idle = page.save(recorded, tmp_path)
     assert idle == {"": {"worker1": pytest.approx(0.2), "worker2": pytest.approx(0.6)}}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
@@ -122,34 +120,45 @@ def test_picture_and_trace(tmp_path):
              for event in events if event["ph"] == "X"]  # microseconds; what overlaps has a row
     assert found == [("worker1", "forward", 0, 2e6, 0), ("worker1", "forward", 1e6, 2e6, 1),
                      ("worker1", "forward", 4e6, 1e6, 0), ("worker2", "backward", 2e6, 2e6, 0)]
-    idle = page.save(of_roles, tmp_path, "two workers", {"first": (0, 2), "second": (3, 5)})
+    idle = page.save(recorded, tmp_path, {"first": (0, 2), "second": (3, 5)})
     assert idle == {"first": {"worker1": 0, "worker2": 1},
                     "second": {"worker1": 0.5, "worker2": 0.5}}
+
+
+def events_of(folder, category="span"):
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    return [event for event in events if event["ph"] == "X" and event["cat"] == category]
 
 
 def kinds(folder):
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    return {name: {event["name"] for event in events
-                   if event["ph"] == "X" and names[event["pid"]] == name}
+    return {name: {event["name"] for event in events_of(folder) if names[event["pid"]] == name}
             for name in names.values()}
 
 
-def places(folder):
-    """What the trace says of each kind: its lines, without numbers, and its cells."""
+def require_flows(folder):
+    """Each arrow of the trace begins and ends once, within a slice of the right process."""
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
-    found = {}
-    for event in events:
-        if event["ph"] == "X":
-            line, cell = event["args"].get("where", ""), event["args"].get("cell", "")
-            found.setdefault(event["name"], set()).add(
-                (re.sub(r":\d+", "", line), cell.partition(":")[0]))
-    return found
+    slices = {}
+    for event in events_of(folder, "message"):
+        slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for row in slices.values():
+        row.sort()
+        assert all(before[1] <= after[0] for before, after in zip(row, row[1:], strict=False))
+    flows = {phase: {event["id"]: event for event in events if event["ph"] == phase} for phase in "sf"}
+    assert flows["s"].keys() == flows["f"].keys() != set()
+    assert sum(event["ph"] in "sf" for event in events) == 2 * len(flows["s"])
+    for start, end in ((flows["s"][number], flows["f"][number]) for number in flows["s"]):
+        assert end["bp"] == "e"
+        for event in (start, end):
+            assert any(at <= event["ts"] < stop for at, stop in slices[event["pid"], event["tid"]]), event
 
 
 BOTH = {"forward", "backward"}
 OBSERVED = {"agent": {"select_action", "finish_episode"}, "observer1": {"env.step"},
             "observer2": {"env.step"}}
+RESNET = ["--arch", "resnet18", "--image_size", "64", "--batch_size", "8", "--num_splits", "4", "--num_batches", "1"]
 TRACED = {  # flags, and what is recorded in each process
     "rpc_rl/main.py": (["--max_episodes", "2"], OBSERVED),
     "rpc_rl/fast.py": (["--max_episodes", "2"], OBSERVED),
@@ -178,6 +187,13 @@ TRACED = {  # flags, and what is recorded in each process
         f"rank{rank}": {*BOTH, "all_reduce", "step"} for rank in range(2)})
        for name in ("train", "train_flat", "train_ddp")},
     "rpc_rnn/prefetch.py": (["--epochs", "1"], {"ps": BOTH, "trainer": {*BOTH, "remote call"}}),
+    "model_parallel_resnet/main.py": (RESNET, {
+        "master": {"loss", "remote call"}, "worker1": {*BOTH, "step"}, "worker2": {*BOTH, "step"}}),
+    "model_parallel_resnet/early_backward.py": (RESNET, {
+        "master": {"loss", "remote call"}, "worker1": {*BOTH, "step", "add"}, "worker2": {*BOTH, "step", "add"}}),
+    "model_parallel_resnet/schedules.py": ([*RESNET, "--schedule", "zero_bubble_v"], {
+        "stage0": {*BOTH, "weight gradients", "loss", "step"},  # the first and the last stage
+        "stage1": {*BOTH, "weight gradients", "step"}}),
     "p2p_collectives/main.py": ([], {
         f"rank{rank}": {"collective", "all_reduce", *["send"] * (rank < 3), *["recv"] * (rank > 0)}
         for rank in range(4)}),
@@ -190,20 +206,22 @@ def test_traced(program, tmp_path):
     flags, expected = TRACED[program]
     record.main([str(timeline.ROOT / program), *flags, "--output_dir", str(tmp_path)])
     assert kinds(tmp_path) == expected
-    for kind, found in places(tmp_path).items():
-        assert kind in timeline.KINDS
-        assert all(line.startswith(program.split("/")[0]) for line, _ in found), found
+    for event in events_of(tmp_path):
+        assert event["name"] in timeline.KINDS
+        assert event["args"].get("where", "").startswith(program.split("/")[0]), event
     assert (tmp_path / "timeline.png").exists()
-    assert (tmp_path / "timeline.html").exists()
+    assert (tmp_path / "replay.html").exists()
+    assert not (tmp_path / record.RECORD).exists()
+    require_flows(tmp_path)
 
 
 def test_traced_bad_input(refused):
     for path in (timeline.ROOT / "rpc_rl/check.py", timeline.ROOT / "nowhere/main.py", "main.py"):
-        refused(record.main, [str(path), "--max_episodes", "1"], ["SPANS"])
-    refused(record.main, [], ["SPANS"])
+        refused(record.main, [str(path), "--max_episodes", "1"], ["program of a lesson"])
+    refused(record.main, [], ["program of a lesson"])
 
 
-# --- the page, in a browser
+# --- the replay, in a browser
 
 
 @pytest.fixture(scope="module")
@@ -244,126 +262,158 @@ def complaints(page):
     return [message.text for message in page.console_messages()] + page.page_errors()
 
 
-TITLE = "A <b>title, as long as that of a lesson: it takes two lines on a phone"
-PLACE = [["rpc_rl/main.py", 88, "Observer.run_episode"]]
-BEYOND = [["rpc_rl/main.py", 192, "train"]]
+TITLE = "A <b>title, as long as that of a lesson: it takes two lines on a phone </script>"
+ROLES = ["agent", "observer1", "observer2"]
+PLACE = [["rpc_rl/main.py", 91, "Observer.run_episode"]]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A timeline of three processes: two rows, a striped kind, one without a span, </script>."""
-    def made(kind, start, end, where, **labels):
-        return {"kind": kind, "start": 1e9 + start, "end": 1e9 + end, "labels": labels,
-                "where": where, "thread": 7}
+    """A record of three processes: a call and its answer, a send, a barrier, an RRef, futures."""
+    folder = tmp_path_factory.mktemp("replay")
+    group = {"group": "world", "ranks": [0, 1, 2]}
 
-    folder = tmp_path_factory.mktemp("timeline")
-    first = [made("env.step", 0.1 * i, 0.1 * i + 0.05, PLACE, observer=i) for i in range(8)]
-    second = [made("forward", 0.2, 0.4, BEYOND), made("backward", 0.3, 0.6, PLACE),
-              made("remote call", 0.6, 0.8, PLACE), made("</script>", 0.8, 0.9, [])]
-    page.save({"observer1": first, "agent": second, "observer2": []}, folder, TITLE,
-                  {"the middle": (1e9 + 0.2, 1e9 + 0.5)})
+    def run(rank, *events):
+        recorder = messages.Recorder(folder / f"rank-{rank}", rank, ROLES, TITLE, None, 7)
+        for number, kind, start, end, about in events:
+            recorder.write(("begin", number, 1e9 + start, kind, 7, PLACE, about))
+            if end:
+                recorder.write(("end", number, 1e9 + end, {}))
+
+    def barrier(number, start):
+        return number, "collective", start, 2.5, {"name": "barrier", "waits": True, "number": 0, **group}
+
+    run(0, (1, "hold", 0.5, None, {"rref": "0.0", "owner": 0}),
+        (2, "run", 1.1, 1.3, {"call": [1, 1], "name": "select_action"}), barrier(3, 2.0),
+        (4, "call", 3.0, None, {"to": 2, "name": "run_episode", "how": "rpc_async", "waits": False, "bytes": 1}),
+        (5, "future", 3.1, 3.4, {}))
+    run(1, (1, "call", 1.0, 1.4, {"to": 0, "name": "select_action", "how": "rpc_sync", "waits": True, "bytes": 305}),
+        (2, "hold", 1.05, 1.45, {"rref": "0.0", "owner": 0}), barrier(4, 2.1),
+        (3, "send", 1.6, 1.65, {"name": "send", "peer": 2, "tag": 0, "bytes": 4, "waits": True, **group}))
+    run(2, (1, "recv", 1.5, 1.7, {"name": "recv", "peer": 1, "tag": 0, "bytes": 4, "waits": True, **group}),
+        barrier(2, 2.2))
+    recorded = merge.merged(folder)
+    recorded["spans"]["observer1"].append({"kind": "env.step", "start": 1e9 + 1.41, "end": 1e9 + 1.5, "labels": {},
+                                           "where": PLACE, "thread": 7})
+    page.save(recorded, folder)
     return folder
 
 
-def events_of(folder):
-    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
-    return [event for event in events if event["ph"] == "X"]
+def ends(replay, selector):
+    """The lanes that each drawn line of a kind joins."""
+    return replay.evaluate("""selector => [...document.querySelectorAll(selector)].map(line => line.dataset.ends
+        ? [line.dataset.ends] : [line.x1.baseVal.value, line.x2.baseVal.value].map(px => Math.round((px - gutter) / laneWidth - 0.5)))
+    """, selector)
 
 
-def everything(page):
-    """Show all of the timeline."""
-    page.locator("#views button").last.click()
-    drawn(page)
+def at_step(replay, number):
+    replay.evaluate("number => go(number)", number)
+    drawn(replay)
+    return replay.inner_text("#say")
 
 
-def middles(page):
-    """Where the middle of each span is in the window, in the order of the JSON."""
-    return page.evaluate("""(() => {
-        const at = canvas.getBoundingClientRect();
-        return spans.map(span => {
-            const [left, top, wide, high] = box(span);
-            return [at.left + left + wide / 2, at.top + top + high / 2];
-        });
-    })()""")
+def all_steps(replay):
+    """The sentence of each step, and what each process does there."""
+    return [(at_step(replay, number), replay.inner_text("#doing"))
+            for number in range(replay.evaluate("steps.length"))]
 
 
 def test_page_is_self_contained(opened, saved):
-    page = opened(saved / "timeline.html")
-    assert [request.url for request in page.requests()] == [(saved / "timeline.html").resolve().as_uri()]
-    assert complaints(page) == []
-    assert page.inner_text("h1") == TITLE
-    text = (saved / "timeline.html").read_text()
+    replay = opened(saved / "replay.html")
+    assert [request.url for request in replay.requests()] == [(saved / "replay.html").resolve().as_uri()]
+    assert complaints(replay) == []
+    assert replay.inner_text("h1") == TITLE
+    text = (saved / "replay.html").read_text().replace("http://www.w3.org/2000/svg", "")  # a name, not an address
     assert not re.search(r"https?:|@import|url\(|\b(src|href)=(?!\"data:,\")", text)
 
 
-def test_complaints_are_seen(opened, tmp_path):
-    """The two lists that must be empty above are not empty where there is something."""
-    bad = tmp_path / "bad.html"
-    bad.write_text("<link rel=stylesheet href=missing.css><script>console.error(1); no()</script>")
-    page = opened(bad)
-    assert len(page.requests()) == 2
-    assert len(complaints(page)) >= 2
+@pytest.mark.parametrize("width", [1400, 400])
+def test_arrows(opened, saved, width):
+    """They join the lanes of who sends and who takes it in, in the order of the record."""
+    replay = opened(saved / "replay.html", width)
+    replay.evaluate("zoom = 1; go(0)")
+    drawn(replay)
+    found = sorted(ends(replay, "line.arrow"))
+    # The call, its answer, the send; the barrier, of which observer2 is the last one to come.
+    assert found == sorted([[1, 0], [0, 1], [1, 2], [2, 0], [2, 1]])
+    assert replay.evaluate("""[...document.querySelectorAll("line.arrow")].every(
+        line => line.y2.baseVal.value >= line.y1.baseVal.value)""")
 
 
-def test_page_has_the_spans(opened, saved):
-    """As many are drawn as the JSON has, each in its colour; first only those of the window."""
-    page = opened(saved / "timeline.html")
-    events = events_of(saved)
-    begin = min(event["ts"] for event in events)
-    inside = [event for event in events
-              if event["ts"] - begin <= 0.5e6 and event["ts"] - begin + event["dur"] >= 0.2e6]
-    assert int(page.evaluate("canvas.dataset.drawn")) == len(inside)
-    everything(page)
-    assert int(page.evaluate("canvas.dataset.drawn")) == len(events) == page.evaluate("spans.length")
-    seen = page.evaluate("""spans.map(span => {
-        const [left, top, wide, high] = box(span);
-        const [r, g, b] = pen.getImageData(left + 1, top + high / 2, 1, 1).data;
-        return "#" + [r, g, b].map(c => c.toString(16).padStart(2, "0")).join("").toUpperCase();
-    })""")
-    for event, colour in zip(events, seen, strict=True):
-        look = timeline.KINDS.get(event["name"], timeline.OTHER)
-        assert look.striped or colour == look.colour, event
+def test_steps(opened, saved):
+    """What each process waits for changes with the steps, and backwards in the same way."""
+    replay = opened(saved / "replay.html")
+    forwards = all_steps(replay)
+    said = [text for text, _ in forwards]
+    assert said == [
+        "observer1 calls select_action on agent, and waits for the answer.",
+        "agent runs select_action for observer1.", "agent answers observer1: select_action is done.",
+        "observer1 has the answer of agent: select_action.", "observer2 waits for what observer1 sends.",
+        "observer1 sends to observer2, and waits until it is gone.",
+        "observer1: what was sent to observer2 is gone.", "observer2 has received from observer1.",
+        "agent comes to barrier. Missing: observer1, observer2.",
+        "observer1 comes to barrier. Missing: observer2.", "observer2 comes to barrier. All have come.",
+        *[f"{role} has done its part of barrier." for role in ROLES],
+        "agent calls run_episode on observer2, and goes on: a future stands for the answer.",
+        "agent opens a future, to complete it later.", "agent completes its future.", "The run has ended."]
+    doing = [text.splitlines() for _, text in forwards]
+    assert "observer1: waits for agent: select_action" in doing[0]
+    assert "agent: runs select_action for observer1" in doing[1]
+    assert doing[3] == ["agent: computes, or does what is not recorded",
+                        *[f"{role}: computes, or does what is not recorded" for role in ROLES[1:]]]
+    assert "agent: waits for observer1, observer2: barrier" in doing[8]
+    assert "agent: waits for observer2: barrier" in doing[9]
+    press(replay, "End")
+    assert replay.evaluate("k") == len(said) - 1
+    for number in reversed(range(len(said) - 1)):
+        press(replay, "ArrowLeft")
+        assert (replay.inner_text("#say"), replay.inner_text("#doing")) == forwards[number]
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_hover_and_tap(opened, saved, width):
-    """Each span says what it is, its line and its cell, to a mouse and to a finger."""
-    page = opened(saved / "timeline.html", width)
-    everything(page)
-    for event, (x, y) in zip(events_of(saved), middles(page), strict=True):
-        (page.touchscreen.tap if width < 600 else page.mouse.move)(x, y)
-        drawn(page)
-        said = page.inner_text("#details")
-        assert event["name"] in said
-        assert f"{event['dur'] / 1000:.3f}".rstrip("0").rstrip(".") + " ms" in said
-        if "where" in event["args"]:
-            assert event["args"]["where"] in said
-            beyond = "train" in event["args"]["where"]
-            assert ("none: beyond the tutorial" if beyond else "6_5, cell 11") in said
-        else:
-            assert "tutorial cell" not in said
-    if width > 600:
-        page.mouse.move(5, 5)
-        drawn(page)
-        assert page.inner_text("#details").startswith("Point at a span")
+def test_line_rrefs_and_futures(opened, saved):
+    """Beside each message: its line and cell; who owns and holds each RRef; the open futures."""
+    replay = opened(saved / "replay.html")
+    at_step(replay, 0)
+    assert "rpc_rl/main.py:91 Observer.run_episode" in replay.inner_text("#facts")
+    assert "305 B" in replay.inner_text("#facts")
+    assert "cell 11 of 6_5" in replay.inner_text("#facts")
+    code = (timeline.ROOT / "rpc_rl/main.py").read_text().splitlines()[90].strip()
+    assert replay.inner_text("#code .here") == f"91{code}"
+    for step, holders in ((0, "agent"), (1, "agent, observer1"), (4, "agent")):
+        at_step(replay, step)
+        rows = [row.split("\t") for row in replay.inner_text("#rrefs").splitlines()]
+        assert rows == [["RRef", "owner", "holders", "made by"], ["0.0", "agent", holders, "rpc_rl/main.py:91"]]
+    assert replay.inner_text("#futures") == "none"
+    at_step(replay, 15)
+    assert replay.inner_text("#futures").splitlines() == ["agent → observer2: run_episode",
+                                                          "agent (rpc_rl/main.py:91)"]
 
 
-def test_keyboard(opened, saved):
-    """The arrow keys reach all spans."""
-    page = opened(saved / "timeline.html")
-    page.evaluate("canvas.focus()")
-    for count in (8, 4):
-        press(page, "Home")
-        seen = set()
-        for _ in range(10):
-            seen.add(page.evaluate("selected.index"))
-            assert page.evaluate("selected.start >= view[0] && selected.end <= view[1]")
-            press(page, "ArrowRight")
-        assert len(seen) == count
-        press(page, "ArrowDown")
-    assert page.evaluate("lanes[selected.lane].name") == "agent"  # observer2 has no span
-    press(page, "Escape")
-    assert page.inner_text("#details").startswith("Point at a span")
+def test_keys_and_mouse(opened, saved):
+    """Step, play, zoom and language from the keyboard; a click goes to its step."""
+    replay = opened(saved / "replay.html")
+    for key, expected in (("Home", 0), ("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1)):
+        press(replay, key)
+        assert replay.evaluate("k") == expected
+    height = replay.evaluate("ZOOMS[zoom]")
+    press(replay, "+")
+    assert replay.evaluate("ZOOMS[zoom]") > height
+    for _ in range(9):
+        press(replay, "-")
+    assert replay.evaluate("ZOOMS[zoom]") < height
+    replay.keyboard.press(" ")
+    replay.wait_for_function("k === steps.length - 1 && playing === null")
+    press(replay, "l")
+    assert replay.evaluate("document.documentElement.lang") == "ja"
+    for _ in range(6):
+        press(replay, "+")
+    press(replay, "Home")
+    x, y = replay.evaluate("(() => { const at = svg.getBoundingClientRect(); return [at.left + 9, at.top + y(2)]; })()")
+    replay.mouse.click(x, y)
+    assert replay.evaluate("k") == 2
+    assert replay.evaluate("[...document.querySelectorAll('button, input, [tabindex]')].every("
+                           "node => node.ariaLabel || node.textContent.trim())")
+    assert replay.get_attribute("#say", "aria-live") == "polite"
 
 
 def press(page, key):
@@ -371,80 +421,114 @@ def press(page, key):
     drawn(page)
 
 
-def shown(page):
-    return page.evaluate("view[1] - view[0]")
-
-
-def test_zoom_and_pan(opened, saved):
-    page = opened(saved / "timeline.html")
-    everything(page)
-    whole = shown(page)
-    (x, y), fixed = middles(page)[3], page.evaluate("spans[3].start")
-    page.mouse.move(x, y)
-    page.mouse.wheel(0, -300)
-    drawn(page)
-    assert shown(page) < whole / 1.5
-    assert middles(page)[3][0] == pytest.approx(x, abs=3)  # what is under the mouse stays there
-    page.click("[data-do=zoomIn]")
-    drawn(page)
-    before, start = shown(page), page.evaluate("view[0]")
-    page.mouse.move(x, y)
-    page.mouse.down()
-    page.mouse.move(x - 100, y)
-    page.mouse.up()
-    drawn(page)
-    assert shown(page) == pytest.approx(before)
-    assert page.evaluate("view[0]") - start == pytest.approx(100 * before / page.evaluate("width"), rel=0.01)
-    assert page.evaluate("selected") is None  # that was no click
-    page.click("[data-do=zoomOut]")
-    drawn(page)
-    assert shown(page) == pytest.approx(2 * before)
-    fingers = page.context.new_cdp_session(page)  # two of them; Playwright itself has one
-    for kind, places in (("touchStart", (300, 500)), ("touchMove", (200, 600)), ("touchEnd", ())):
-        points = [{"x": place, "y": y, "id": finger} for finger, place in enumerate(places)]
-        fingers.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
-    drawn(page)
-    assert shown(page) == pytest.approx(before, rel=0.02)
-    assert fixed == page.evaluate("spans[3].start")
-
-
-def test_idle_in_words(opened, saved):
-    """As `idle_share` says; a remote call is idle."""
-    page = opened(saved / "timeline.html")
-    everything(page)
-    lines = page.inner_text("#idle").splitlines()
-    assert lines[0].startswith("observer1: idle for 56%")  # 8 times 50 ms of 900 ms
-    assert lines[1].startswith("agent: idle for 44%")  # 200 to 600 ms and 800 to 900 ms
-    assert lines[2] == "observer2: idle all the time; nothing is recorded of it here"
-
-
 def test_languages(opened, saved):
-    """That of the browser, and a switch."""
-    page = opened(saved / "timeline.html", language="ja")
-    assert page.evaluate("document.documentElement.lang") == "ja"
-    assert "色の意味" in page.inner_text("body")
-    assert "Colours" not in page.inner_text("body")
-    page.click("#language")
-    drawn(page)
-    assert page.evaluate("document.documentElement.lang") == "en"
-    assert "Colours" in page.inner_text("body")
-    assert page.evaluate("Object.keys(TEXTS.en).join() === Object.keys(TEXTS.ja).join()")
+    """That of the browser, and a switch; no sentence stays in the other language."""
+    replay = opened(saved / "replay.html", language="ja")
+    assert replay.evaluate("document.documentElement.lang") == "ja"
+    assert all(re.search("[ぁ-ん]", text) for text, _ in all_steps(replay))
+    assert not re.search(r"\b(waits|runs|steps|none)\b", replay.inner_text("#words"))
+    replay.click("#language")
+    drawn(replay)
+    assert replay.evaluate("document.documentElement.lang") == "en"
+    assert "What each process does" in replay.inner_text("#words")
+    assert replay.evaluate("Object.keys(TEXTS.en).join() === Object.keys(TEXTS.ja).join()")
 
 
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1400, 400])
 def test_screenshot(opened, saved, width, dark, tmp_path):
-    """The page fits into the window, in both languages, with and without a chosen span."""
+    """The page fits into the window, in both languages and at each zoom."""
     for language in ("en", "ja"):
-        page = opened(saved / "timeline.html", width, 844, language, dark)
-        for action in ("0", "select(spans[3])"):
-            page.evaluate(action)
-            drawn(page)
-            assert page.evaluate("document.documentElement.scrollWidth") == width
-            assert page.evaluate("[...document.querySelectorAll('button')].every("
-                                 "button => button.scrollWidth <= button.clientWidth)")
-            picture = page.screenshot(path=tmp_path / f"{language}.png", full_page=True)
+        replay = opened(saved / "replay.html", width, 844, language, dark)
+        for action in ("scale(0)", "scale(9)", "scale(-9)"):
+            replay.evaluate(action)
+            drawn(replay)
+            assert replay.evaluate("document.documentElement.scrollWidth") == width
+            assert replay.evaluate("[...document.querySelectorAll('button')].every("
+                                   "button => button.scrollWidth <= button.clientWidth)")
+            picture = replay.screenshot(path=tmp_path / f"{language}.png", full_page=True)
             assert struct.unpack(">I", picture[16:20])[0] == width
-        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        background = replay.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(255, 255, 255)") != dark
-        assert complaints(page) == []
+        assert complaints(replay) == []
+
+
+# --- messages
+
+
+def test_the_last_messages_are_kept(tmp_path):
+    """A bounded file; what is still open stays in it, however long ago it began."""
+    recorder = messages.Recorder(tmp_path / "rank-0", 0, ["agent"], "a run", None, threading.get_ident())
+    first = recorder.begin("hold", rref="0.0", owner=0)
+    count = 3 * messages.HALF // 100
+    for number in range(count):
+        recorder.finish(recorder.begin("call", [], name=f"call {number}"))
+    assert (tmp_path / "rank-0").stat().st_size == 2 * messages.HALF
+    ops = merge.merged(tmp_path)["ops"]
+    assert (ops[0]["kind"], ops[0]["end"]) == ("hold", None)
+    assert ops[-1]["name"] == f"call {count - 1}"
+    assert 1000 < len(ops) < count
+    recorder.finish(first)
+    assert merge.merged(tmp_path)["ops"][0]["end"]
+
+
+def test_killed_process_leaves_its_messages(tmp_path):
+    """Up to the last one, and the one that was under way is open."""
+    pid = os.fork()
+    if pid == 0:
+        recorder = messages.Recorder(tmp_path / "rank-0", 0, ["agent"], "a run", None, threading.get_ident())
+        recorder.finish(recorder.begin("call", name="first"))
+        recorder.begin("call", name="second")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    ops = merge.merged(tmp_path)["ops"]
+    assert [(op["name"], op["end"] is None) for op in ops] == [("first", False), ("second", True)]
+
+
+def test_killed_rank_has_failed(opened, tmp_path):
+    """What the launcher says of it stands on the page, behind its last message."""
+    recorder = messages.Recorder(tmp_path / "rank-1", 1, ["rank0", "rank1"], "a run", None, 7)
+    recorder.begin("recv", PLACE, name="recv", peer=0, tag=0, group="world", ranks=[0, 1], waits=True)
+    recorded = merge.merged(tmp_path)
+    merge.add_failure(recorded, watch.Failure(1, "was killed by SIGKILL"))
+    recorded["failed"] = True
+    page.save(recorded, tmp_path)
+    replay = opened(tmp_path / "replay.html")
+    assert replay.locator("#end p").all_inner_texts() == [
+        "rank1 has failed: was killed by SIGKILL", "When the run ended: rank1 waited for rank0."]
+    assert "rank1: has failed" in replay.inner_text("#doing")
+
+
+def test_deadlock(opened, tmp_path, capfd):
+    """A deadlock leaves its record, and the page opens where it ends."""
+    with pytest.raises(SystemExit):
+        record.main([str(timeline.ROOT / "p2p_collectives/deadlock.py"), "--timeout", "2", "--output_dir",
+                     str(tmp_path)])
+    assert "deadlock.py:60" in capfd.readouterr().err  # and not the line of the recorder
+    replay = opened(tmp_path / "replay.html")
+    assert replay.locator("#end p").all_inner_texts() == [
+        "When the run ended: rank0 waited for rank1; rank1 waited for rank0.",
+        "They wait in a circle: rank0 → rank1 → rank0. None of them can go on."]
+    assert ends(replay, ".waiting") == [["0 1"], ["1 0"]]
+    assert "rank0: waits for rank1: send" in replay.inner_text("#doing")
+    assert "dist.send(mine" in replay.inner_text("#code .here")
+    assert (tmp_path / "timeline.png").exists()
+
+
+def test_failed_call(opened, tmp_path):
+    """Of two ranks, one that has answered; and one that a process has waited for until the end."""
+    def run(rank, *events):
+        recorder = messages.Recorder(tmp_path / f"rank-{rank}", rank, ["rank0", "rank1"], "a run", None, 7)
+        for event in events:
+            recorder.write(event)
+
+    called = {"to": 0, "name": "own_number", "how": "rpc_sync", "waits": True, "bytes": 9, "rrefs": []}
+    run(0, ("begin", 1, 2.0, "run", 8, [], {"call": [1, 1], "name": "own_number"}), ("end", 1, 3.0, {}))
+    run(1, ("begin", 1, 1.0, "call", 8, PLACE, called), ("end", 1, 9.0, {"error": "RuntimeError: too late"}),
+        ("begin", 2, 9.5, "failed", 7, [], {"error": "RuntimeError: too late"}))
+    recorded = merge.merged(tmp_path)
+    recorded["failed"] = True
+    page.save(recorded, tmp_path)
+    replay = opened(tmp_path / "replay.html")
+    assert "When the run ended: rank1 waited for rank0." in replay.inner_text("#end")
+    assert "answered, but the answer has not been taken in" in replay.inner_text("#doing")

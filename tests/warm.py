@@ -71,9 +71,17 @@ if sys.platform != "linux":  # the server needs /proc, sockets of messages and n
     Popen = subprocess.Popen
 
 
-@functools.cache
+_starting = threading.Lock()
+
+
 def _address():
-    """Start the server of this process, which ends with it."""
+    with _starting:  # a cache alone would let two threads start two servers
+        return _own_server()
+
+
+@functools.cache
+def _own_server():
+    """Start the server of this process, which ends with it; return its address."""
     address = f"/tmp/warm-{os.getpid()}"
     atexit.register(start_server(address).stdin.close)
     return address

@@ -100,7 +100,8 @@ class Board:
         self.answered = time.monotonic()
         self.status = {"beat": 0, "failure": None, "left": False}  # of this launcher
         self._asked, self._requests, self._replies = False, queue.SimpleQueue(), queue.SimpleQueue()
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
     def _serve(self) -> None:
         for status in iter(self._requests.get, None):
@@ -149,5 +150,6 @@ class Board:
             written = self.exchange() and asks
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, which holds the store, unless that does not answer."""
         self._requests.put(None)
+        self._thread.join(BEAT_S / 10)

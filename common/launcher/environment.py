@@ -130,6 +130,7 @@ def wake_with_parent() -> None:
         forkserver._forkserver._forkserver_alive_fd = None
 
 
+@functools.cache  # what is forked inherits both
 def quiet_cpp() -> None:
     """Let torch's C++ print errors, and no warnings: who survives would warn of each lost peer.
 

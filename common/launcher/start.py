@@ -208,6 +208,7 @@ class Processes:
         forked = self.args.start_method == "forkserver"
         ready, tell = os.pipe()
         outcome, before = [], set(multiprocessing.active_children())
+        in_vain = threading.Event()  # nobody waits for the processes any more
 
         def start():
             # Not inside of what follows: as it starts, it unblocks the signals again.
@@ -215,10 +216,12 @@ class Processes:
             # Inherited: no worker ends, with a traceback, half started.
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             try:
-                if forked:
+                if forked and not in_vain.is_set():
                     start_fork_server(run_worker)
                 import joblib  # here, while the fork server imports torch
 
+                if in_vain.is_set():  # or another fork server would be started
+                    raise EOFError
                 job = (run_worker, self.args, ranks, init_method, joblib.cpu_count(),
                        Inherited() if forked else None)
                 outcome.append(mp.start_processes(run_rank, job, len(ranks), join=False,
@@ -234,8 +237,11 @@ class Processes:
         limit_s = watch.START_S + self.args.timeout
         first = connection.wait([ready, interruption], limit_s)
         if ready not in first:
+            in_vain.set()
+            deadline = time.monotonic() + STOP_GRACE_S
             end_fork_server()  # then the thread goes on at once
-            connection.wait([ready], STOP_GRACE_S)
+            while not connection.wait([ready], 0.1) and time.monotonic() < deadline:
+                end_fork_server()  # which may have been about to start
         os.close(ready)
         started = outcome[0] if outcome else EOFError()
         if not isinstance(started, BaseException):
@@ -265,7 +271,7 @@ class Processes:
         while time.monotonic() < deadline and not all(process.gone() for process in running):
             time.sleep(0.01)
         for process in self.by_rank.values():
-            process.process.join(1.0)
+            process.process.join(report_s())
             if process.process.exitcode is None:  # the fork server is frozen, and does not see it
                 end_fork_server()
                 process.process.join(1.0)
@@ -297,9 +303,12 @@ class Process:
 
     def failure(self) -> watch.Failure:
         """Return how it ended."""
-        if not self.gone():
-            return watch.Failure(None, "the fork server was killed")
-        self.process.join(watch.BEAT_S)
+        deadline = time.monotonic() + watch.BEAT_S
+        while not self.gone():  # its end of the pipe is closed a moment before it is gone
+            if time.monotonic() > deadline:
+                return watch.Failure(None, "the fork server was killed")
+            time.sleep(0.01)
+        self.process.join(report_s())
         status = self.process.exitcode
         if status is None or status == 255:  # of the fork server, for "I do not know"
             return watch.Failure(self.rank, "died")
@@ -337,6 +346,15 @@ def end_fork_server() -> None:
     if pid := getattr(forkserver._forkserver, "_forkserver_pid", None):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def report_s() -> float:
+    """Return within how many seconds the fork server reports an end: 0 if it is frozen."""
+    with suppress(psutil.Error):
+        pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+        if pid and psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+            return 0
+    return STOP_GRACE_S
 
 
 class Inherited:

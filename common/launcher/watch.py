@@ -319,13 +319,14 @@ class Decider(Launcher):
         """
         running = [rank for rank in self.ranks if not self.status(rank).get("left")]
         for rank in running:
-            if (moved := self.status(rank).get("moved")) != self.moved[rank][0]:
+            moved = self.status(rank).get("moved")
+            if moved is None or moved != self.moved[rank][0]:  # None: it starts
                 self.moved[rank] = moved, time.monotonic()
         limit = time.monotonic() - self.timeout - GRACE_S
         moving = [rank for rank in running if self.moved[rank][1] > limit]
         alone = bool(moving) and len(running) == 1  # it computes, and nobody waits for it
         alive = all(0 <= self.heard.age(f"rank/{rank}") < SUSPECT_S for rank in running)
-        if self.noted or not running or not alive or len(moving) > 1 or alone:
+        if self.noted or self.failures or not running or not alive or len(moving) > 1 or alone:
             return
         self.noted = True
         who = f" but rank {moving[0]} ({self.names[moving[0]]})" if moving else ""

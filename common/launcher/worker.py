@@ -24,7 +24,8 @@ from common.launcher.channel import BEAT_S, ours
 from common.launcher.watch import ROOT
 from torch.distributed import rpc
 
-OWN = str(Path(__file__).parent)
+# What no message names: it stands around the lesson's lines.
+OWN = tuple(str(Path(__file__).parents[1] / name) for name in ("launcher", "tracing"))
 LONGEST = 100_000  # characters of a traceback that are sent
 IN_WORDS = ("NotSavedError", "NotFiniteError")  # of common.checkpoint and common.report
 
@@ -57,6 +58,7 @@ class Heartbeat(threading.Thread):
         self.rank, self.unwatched, self.args, self.store = rank, unwatched, args, None
         self.status = {"beat": 0, "failure": None, "left": False, "pieces": 0}
         self.lock, self.calls = threading.Lock(), 0  # calls: those of other ranks, over RPC
+        self.failed_at = None  # where, once it has failed: from then on it is elsewhere
 
     def connect(self, store: dist.Store) -> None:
         """Write to this store from now on (`channel.open_store`)."""
@@ -75,7 +77,8 @@ class Heartbeat(threading.Thread):
         """Beat until the end."""
         while True:
             frames = stacks()
-            at = position(frames) or self.status.get("at")  # the last one, while it ends
+            # The last one, while it ends.
+            at = self.failed_at or position(frames) or self.status.get("at")
             self.write(at=at, moved=[self.calls, *movement(frames)])
             del frames  # and what they hold of the rank's
             if self.unwatched(BEAT_S):
@@ -85,7 +88,9 @@ class Heartbeat(threading.Thread):
 
     def fail(self, error: BaseException) -> None:
         """Report that this rank ends by an exception."""
-        self.write(failure=failure_of(self.rank, error, self.args.timeout))
+        self.failed_at = innermost(reversed([*traceback.walk_tb(error.__traceback__)]))
+        at = self.failed_at or self.status.get("at")
+        self.write(failure=failure_of(self.rank, error, self.args.timeout), at=at)
         self._sent()
 
     def leave(self, pieces: int = 0) -> None:
@@ -117,7 +122,7 @@ def innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
 
 
 def is_ours(path: str) -> bool:
-    """Return whether a file is one of this repository's, and none of the launcher's."""
+    """Return whether a file is one of this repository's, and none of those in `OWN`."""
     return path.startswith(f"{ROOT}/") and not path.startswith(OWN) and "site-packages" not in path
 
 

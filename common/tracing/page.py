@@ -1,65 +1,86 @@
-"""What a recorded timeline leaves: a page, a trace and a picture, each with the same colours.
+"""What a record leaves: a page (replay.py), a trace and a picture, each with the same colours."""
 
-The page, `timeline.html`, names of each span the file, the line and the tutorial's cell.
-"""
-
-import ast
-import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import picture, report
-from common.tracing.timeline import KINDS, OTHER, ROOT, idle_share, within
+from common.tracing import replay
+from common.tracing.cells import cell_of
+from common.tracing.timeline import KINDS, OTHER, idle_share, within
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Window = tuple[float, float]  # start and end, in seconds
+SHORTEST_S = 1e-6  # of a message in the trace, which an arrow can then begin and end in
+MESSAGES = 1000  # the row of the first one in the trace; the spans are above
 
 IDLE = "0.9"  # the grey of nothing
 WORDS = {
-    "en": {"x": "time ({unit})", "y": "", "idle": "idle: waits for another process",
+    "en": {"x": "time ({unit})", "y": "", "idle": "idle: none of these, mostly waiting",
            "idle_share": "idle %.0f%%", "kinds": "en"},
-    "ja": {"x": "時間（{unit}）", "y": "", "idle": "待機（ほかのプロセスを待つ）",
+    "ja": {"x": "時間（{unit}）", "y": "", "idle": "どれでもない時間（多くは待機）",
            "idle_share": "待機 %.0f%%", "kinds": "ja"},
 }
 
 
-def save(spans_by_role: dict[str, list[dict]], output_dir: Path, title: str | dict[str, str],
-         windows: dict[str, Window] | None = None,
-         machine: dict | None = None) -> dict[str, dict[str, float]]:
-    """Write `timeline.html`, `timeline.json` (for https://ui.perfetto.dev) and `timeline.png`.
+def save(record: dict, output_dir: Path,
+         windows: dict[str, Window] | None = None) -> dict[str, dict[str, float]]:
+    """Write `replay.html`, `timeline.json` (for https://ui.perfetto.dev) and `timeline.png`.
 
     Args:
-        spans_by_role: `{role: spans}`, as `recorded` returns them, of all processes; their order is
-            that of the lanes.
+        record: what `merge.merged` returns.
         output_dir: for the files.
-        title: of page and picture; or `{"en": ..., "ja": ...}`, and the page has the English one.
         windows: `{caption: (start, end)}` in seconds: what the picture shows, below each other, and
             the page first; by default one with everything.
-        machine: for the picture's caption, what `report.machine` returns.
 
     Returns:
         `{caption: {role: idle share}}`; the caption of the default is "".
     """
-    spans = [span for spans in spans_by_role.values() for span in spans]
-    everything = min(span["start"] for span in spans), max(span["end"] for span in spans)
-    windows = windows or {"": everything}
-    events = _trace_events(spans_by_role)
+    of_spans = [span[key] for spans in record["spans"].values() for span in spans
+                for key in ("start", "end")]
+    times = of_spans + [op[key] for op in record["ops"] for key in ("start", "end") if op[key]]
+    begin, end = min(times), max(times)
+    events = _trace_events(record, begin, end)
     with report.replacing(output_dir / "timeline.json") as temporary:
         temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    titles = title if isinstance(title, dict) else {"en": title, "ja": title}
-    _write_page(events, titles["en"], windows, output_dir / "timeline.html")
-    _draw(spans_by_role, titles, windows, output_dir / "timeline.png", machine)
+    replay.write(record, begin, end, windows, output_dir / "replay.html")
+    spans_by_role = record["spans"]
+    if not any(spans_by_role.values()):
+        spans_by_role = _spans_of(record, end)
+    windows = windows or {"": (min(of_spans or times), max(of_spans or times))}
+    _draw(spans_by_role, record["title"], windows, output_dir / "timeline.png", record["machine"])
     return {caption: {role: idle_share(of_role, window) for role, of_role in spans_by_role.items()}
             for caption, window in windows.items()}
 
 
-def _trace_events(spans_by_role: dict[str, list[dict]]) -> list[dict]:
-    """Return the spans in Chrome's trace event format: times in microseconds, rows as threads."""
+def _spans_of(record: dict, end: float) -> dict[str, list[dict]]:
+    """Return the spans of a program without a list of them: what its processes wait in."""
+    spans = {role: [] for role in record["lanes"]}
+    for op in record["ops"]:
+        if op.get("waits") or op["kind"] == "wait":
+            kind = op["kind"] if op["kind"] in KINDS else "collective"
+            kind = "remote call" if op["kind"] in ("call", "fetch", "wait") else kind
+            spans[record["lanes"][op["rank"]]].append(
+                {"kind": op["name"] if op.get("name") in KINDS else kind, "start": op["start"],
+                 "end": op["end"] or end, "where": op["where"], "labels": {}})
+    return spans
+
+
+def _trace_events(record: dict, begin: float, end: float) -> list[dict]:
+    """Return all in Chrome's trace event format: times in microseconds, rows as threads.
+
+    The spans are in the first rows of a process, its messages below; an arrow joins two of those.
+    """
     events = []
-    for pid, (role, spans) in enumerate(spans_by_role.items()):
+
+    def add(pid, tid, name, start, stop, cat, args):
+        ts = round((start - begin) * 1e6, 3)
+        events.append({"ph": "X", "name": name, "cat": cat, "pid": pid, "tid": tid, "ts": ts,
+                       "dur": max(round((stop - begin) * 1e6, 3) - ts, 0), "args": args})
+
+    for pid, (role, spans) in enumerate(record["spans"].items()):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": role}})
         spans = sorted(spans, key=lambda span: span["start"])
         threads = {}  # numbered in the order of their first span
@@ -67,15 +88,39 @@ def _trace_events(spans_by_role: dict[str, list[dict]]) -> list[dict]:
             args = dict(span["labels"])
             if "thread" in span:
                 args["thread"] = threads.setdefault(span["thread"], len(threads) + 1)
-            if span.get("where"):
-                path, line, function = span["where"][0]
-                args["where"] = f"{path}:{line} {function.split('.<locals>')[0]}"
-                if cell := cell_of(span["where"]):
-                    args["cell"] = "{}, cell {}: {}".format(*cell)
-            events.append({"ph": "X", "name": span["kind"], "pid": pid, "tid": row,
-                           "ts": span["start"] * 1e6, "dur": (span["end"] - span["start"]) * 1e6,
-                           "args": args})
+            add(pid, row, span["kind"], span["start"], span["end"], "span",
+                args | _place(span.get("where", [])))
+        ops = [{**op, "end": max(op["end"] or end, op["start"] + SHORTEST_S)}
+               for op in record["ops"] if op["rank"] == pid and op["kind"] != "hold"]
+        for op, row in zip(ops, _rows(ops), strict=True):
+            args = {key: op[key] for key in ("bytes", "group", "number", "tag", "rref", "error")
+                    if op.get(key) is not None}
+            name = op.get("name") or op["kind"]
+            name = name if name == op["kind"] else f"{op['kind']} {name}"
+            add(pid, MESSAGES + row, name, op["start"], op["end"], "message",
+                args | _place(op["where"]))
+            record["ops"][op["index"]]["slice"] = events[-1]
+    for number, arrow in enumerate(record["arrows"]):
+        if arrow["came"] is None or arrow["out"] is None:
+            continue
+        out, into = (record["ops"][arrow[name]]["slice"] for name in ("out", "into"))
+        for phase, piece, at in (("s", out, arrow["left"]), ("f", into, arrow["came"])):
+            ts = min(max((at - begin) * 1e6, piece["ts"]), piece["ts"] + piece["dur"] * 0.999)
+            events.append({"ph": phase, "bp": "e", "id": number, "name": "message",
+                           "cat": "message", "pid": piece["pid"], "tid": piece["tid"],
+                           "ts": round(ts, 3)})
     return events
+
+
+def _place(where: list[list]) -> dict[str, str]:
+    """Return the line of the lesson and the cell of the tutorial, in words."""
+    if not where:
+        return {}
+    path, line, function = where[0]
+    place = {"where": f"{path}:{line} {function.split('.<locals>')[0]}"}
+    if cell := cell_of(where):
+        place["cell"] = "{}, cell {}: {}".format(*cell)
+    return place
 
 
 def _rows(spans: list[dict]) -> list[int]:
@@ -88,81 +133,12 @@ def _rows(spans: list[dict]) -> list[int]:
     return rows
 
 
-@functools.cache
-def _cells() -> dict[str, list]:
-    """Read `{"rpc_rl/main.py::Policy.forward": ["6_5", 6, heading]}` out of docs/walk."""
-    cells = {}
-    for walk in sorted((ROOT / "docs" / "walk").glob("*.json")):
-        chapter, heading = "_".join(walk.stem.split("_")[:2]), ""
-        for row in json.loads(walk.read_text(encoding="utf-8")):
-            heading = row.get("heading", heading)
-            for name in filter(None, row.get("names", {}).values()):  # "" is of what is left out
-                cells.setdefault(name, [chapter, row["cell"], heading])
-    return cells
-
-
-@functools.cache
-def _bases(path: str) -> dict[str, list[str]]:
-    """Return the classes of a file, and what they are subclasses of: `{"FastAgent": ["Agent"]}`."""
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    return {node.name: [ast.unparse(base).split(".")[-1] for base in node.bases]
-            for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def cell_of(where: list[list]) -> list | None:
-    """Find the tutorial's cell of a span: that of its function, or of the first caller with one.
-
-    A method of a subclass belongs to the cell of the method in its place there.
-
-    Returns:
-        [chapter, number, heading], or None.
-    """
-    for path, _, function in where:
-        function = function.split(".<locals>")[0]
-        if f"{path}::{function}" in _cells():
-            return _cells()[f"{path}::{function}"]
-        owner, _, method = function.rpartition(".")
-        for base in _bases(path).get(owner, []):
-            for name, cell in _cells().items():
-                if (name.startswith(f"{Path(path).parent}/")
-                        and name.endswith(f"::{base}.{method}")):
-                    return cell
-    return None
-
-
-def _write_page(events: list[dict], title: str, windows: dict[str, Window], path: Path) -> None:
-    """Put the trace into `timeline.html`: one page, which asks for nothing else."""
-    begin = min(event["ts"] for event in events if event["ph"] == "X")
-    lanes = [event["args"]["name"] for event in events if event["ph"] == "M"]
-    places = {}  # many spans have the same
-    spans = []
-    for event in events:
-        if event["ph"] == "X":
-            labels = dict(event["args"])
-            place = labels.pop("where", ""), labels.pop("cell", "")
-            spans.append([event["pid"], event["tid"], event["name"],
-                          round((event["ts"] - begin) / 1000, 4), round(event["dur"] / 1000, 4),
-                          places.setdefault(place, len(places)), labels])
-    shown = {span[2] for span in spans}
-    looks = KINDS | {kind: OTHER for kind in sorted(shown - KINDS.keys())}
-    kinds = {kind: {**look._asdict(), "ink": look.ink} for kind, look in looks.items()
-             if kind in shown}
-    views = [[caption, start * 1e3 - begin / 1e3, end * 1e3 - begin / 1e3]
-             for caption, (start, end) in windows.items()]
-    data = json.dumps({"title": title, "lanes": lanes, "kinds": kinds, "places": [*places],
-                       "views": views, "spans": spans}, ensure_ascii=False, separators=(",", ":"))
-    page = Path(__file__).with_name("timeline.html").read_text(encoding="utf-8")
-    with report.replacing(path) as temporary:
-        # Within a script, only "</" could end it.
-        temporary.write_text(page.replace("{{DATA}}", data.replace("</", "<\\/")), encoding="utf-8")
-
-
-def _draw(spans_by_role: dict[str, list[dict]], titles: dict[str, str], windows: dict[str, Window],
+def _draw(spans_by_role: dict[str, list[dict]], title: str, windows: dict[str, Window],
           path: Path, machine: dict | None) -> None:
     """Draw a lane for each process, and the windows below each other."""
     longest = max(end - start for start, end in windows.values())
     unit, scale = ("s", 1) if longest >= 1 else ("ms", 1000)
-    words = {language: {**WORDS[language], "title": titles[language]} for language in WORDS}
+    words = {language: {**WORDS[language], "title": title} for language in WORDS}
     lanes = len(windows) * len(spans_by_role)
     for axes, texts in picture.in_each_language(path, words, [machine], unit=unit,
                                                 height=max(3.5, 1.9 + 0.55 * lanes)):

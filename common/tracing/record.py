@@ -1,27 +1,34 @@
-"""A timeline of a lesson that has no line for it: its functions are wrapped while it runs.
+"""Records a run of a program that has no line for it: its functions are wrapped while it runs.
 
     python -m common.tracing param_server/main.py --epochs 2          with the program's own flags
     torchrun --nproc_per_node 3 -m common.tracing param_server/main.py --epochs 2
+    python -m common.tracing outputs/param_server      what a failed run under torchrun has left
 
-What is recorded stands beside the program, in its `results.py`:
+Recorded are all messages between the processes (messages.py), and the spans that are named beside
+the program, in its `results.py`, if they are:
 
     SPANS = {"param_server.main:SGD.step": ["step"],              a function: the kind of its spans
              "param_server.main:Net.forward": ["forward", "backward"]}
 
 The second kind is that of the backward of what the function returns. A third entry names the line
 of the lesson where there is none on the stack: "HybridModel.forward" calls a layer of torch's on
-another process. At the end, rank 0 gathers the spans of all processes and writes `timeline.html`,
-`timeline.json` and `timeline.png`. A program without results of its own has those of its folder. A
-`shown_first(spans_by_role, args)` beside `SPANS` chooses what the picture shows.
+another process. A program without results of its own has those of its folder. A
+`shown_first(spans_by_role, args)` beside `SPANS` chooses what is shown first.
+
+In the end, also when it fails, the run leaves `replay.html`, `timeline.json` and `timeline.png`.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
+import os
 import pkgutil
+import shutil
 import sys
 import threading
 import time
+import zlib
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -32,62 +39,101 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import refuse
-from common.tracing import page, timeline
+from common.launcher import watch
+from common.tracing import merge, messages, page, timeline
+from common.vision import import_torchvision
 from torch.distributed import rpc
 
+RECORD = "record"  # the folder in which the processes of a run leave what they have recorded
 STEPS_SHOWN = 3  # at first: the last ones
 PLAY_SHOWN_S = 0.02  # at first, where episodes are played: the end of the last one
 STEPS = ("step", "finish_episode")
 
 
 class Traced:
-    """Runs the `run_worker` of a program and records its spans; `launch` takes it to each process.
+    """Runs the `run_worker` of a program and records it; `launch` takes it to each process.
 
     Args:
         program: the name of its module, "param_server.main".
+        folder: for the files of the processes.
     """
 
-    def __init__(self, program: str) -> None:
-        self.program = program
+    def __init__(self, program: str, folder: Path) -> None:
+        self.program, self.folder = program, folder
 
     def __call__(self, rank: int, world_size: int, args: Namespace) -> dict | None:
         """Run it; see `launch`."""
         program = importlib.import_module(self.program)
         roles = [program.role_name(rank, world_size) for rank in range(world_size)]
+        title = f"{self.program.replace('.', '/')}.py, {world_size} processes"
+        messages.start(self.folder, rank, roles, title, report.machine(args))
         wrap(spans_of(self.program), program)
-        timeline.start(roles[rank])
-        gathered = gather_at_the_end()
-        metrics = program.run_worker(rank, world_size, args)
-        if rank == 0 and any(gathered.values()):
-            spans = {role: gathered[role] for role in roles}
-            title = f"{self.program.replace('.', '/')}.py, {world_size} processes"
-            choose = getattr(results_of(self.program), "shown_first", None)
-            shown = choose(spans, args) if choose else shown_first(spans)
-            page.save(spans, args.output_dir, title, shown, report.machine(args))
+        if args.rank is not None or os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+            gather_at_the_end(self.folder, rank)
+        try:
+            metrics = program.run_worker(rank, world_size, args)
+        except BaseException as error:
+            messages.failed(error)
+            raise
+        if rank == 0 and dist.is_torchelastic_launched():
+            save(self.folder, self.program, args)
         return metrics
 
 
+def save(folder: Path, program: str | None = None, args: Namespace | None = None,
+         failed: bool = False, failure: watch.Failure | None = None) -> None:
+    """Write the page, the trace and the picture of what the processes have recorded in `folder`.
+
+    They stand beside the folder, which is removed.
+
+    Args:
+        folder: with the files of the processes; nothing happens if there are none.
+        program: the name of its module, whose results choose what is shown first.
+        args: the parsed flags.
+        failed: whether the run has failed.
+        failure: which rank did, and how.
+    """
+    record = merge.merged(folder)
+    if record is not None:
+        merge.add_failure(record, failure)
+        record["failed"] = failed or any(op["kind"] == "failed" for op in record["ops"])
+        choose = getattr(program and results_of(program), "shown_first", None)
+        spans = record["spans"]
+        if record["failed"] or not any(spans.values()):
+            shown = None
+        else:
+            shown = choose(spans, args) if choose else shown_first(spans)
+        page.save(record, folder.parent, shown)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_program(name: str) -> bool:
+    """Return whether a module, "param_server.main", is a program of a lesson."""
+    path = timeline.ROOT / f"{name.replace('.', '/')}.py"
+    return path.is_file() and hasattr(importlib.import_module(name), "run_worker")
+
+
 def results_of(program: str) -> ModuleType | None:
-    """Import the results of a program, "param_server.main"; None if there is no such program."""
+    """Import the results of a program, "param_server.main"; None if it has none."""
     path = timeline.ROOT / f"{program.replace('.', '/')}.py"
-    module = importlib.import_module(program) if path.is_file() else None
-    if not hasattr(module, "build_parser"):
-        return None
+    module = importlib.import_module(program)
     if getattr(module, "finish", None) and module.finish.__module__ != program:
         return sys.modules[module.finish.__module__]
     results = common.program.belonging_to(path, "results")
     return importlib.import_module(f"{program.partition('.')[0]}.{results}")
 
 
-def spans_of(program: str) -> dict[str, list[str]] | None:
-    """Return the `SPANS` of a program's results; None if there are none."""
-    return getattr(results_of(program), "SPANS", None)
+def spans_of(program: str) -> dict[str, list[str]]:
+    """Return the `SPANS` of a program's results; they are empty if it has none."""
+    return getattr(results_of(program), "SPANS", {})
 
 
 def wrap(spans: dict[str, list[str]], program: ModuleType) -> None:
     """Record each function that `SPANS` names, in this process, whenever it is called."""
     for name, (kind, *more) in spans.items():
         module, _, attribute = name.partition(":")
+        if module.startswith("torchvision"):
+            import_torchvision()
         owner, _, last = attribute.rpartition(".")
         owner = pkgutil.resolve_name(f"{module}:{owner}")
         of_backward, place = (*more, None, None)[:2]
@@ -167,34 +213,48 @@ def _record_backward(result: object, kind: str, where: list, labels: dict) -> No
         node.register_hook(one_is_done)
 
 
-def gather_at_the_end() -> dict[str, list[dict]]:
-    """Let this process, when it leaves, exchange its spans with all others.
+def gather_at_the_end(folder: Path, rank: int) -> None:
+    """Let this process, when it leaves, send its file to rank 0, which may be on another machine.
 
-    Returns:
-        `{role: spans}`, empty until then.
+    Args:
+        folder: with the files of the processes.
+        rank: of this process.
     """
-    gathered = {}
     leave_rpc, leave_group = rpc.shutdown, dist.destroy_process_group
+    done = []
+
+    def exchange(all_gather):
+        mine = folder / f"rank-{rank}"
+        for name, data in all_gather([mine.name, zlib.compress(mine.read_bytes(), 1)]):
+            if rank == 0 and name != mine.name:
+                (folder / f"{name}.sent").write_bytes(zlib.decompress(data))
+        if rank > 0:
+            mine.unlink()
+            with contextlib.suppress(OSError):  # others use it, too
+                folder.rmdir()
+        done.append(True)
 
     def shutdown(*args, **kwargs):
         # What shutdown() itself waits with, twice: nobody has anything left to do, and now the
-        # spans. Names of torch without a promise; the test of the timelines uses them.
-        rpc.api._all_gather(None, timeout=0)
-        for of_role in rpc.api._all_gather(timeline.recorded(), timeout=0).values():
-            gathered.update(of_role)
+        # files. Names of torch without a promise; the test of the timelines uses them.
+        with messages.quiet():
+            rpc.api._all_gather(None, timeout=0)
+            exchange(lambda mine: rpc.api._all_gather(mine, timeout=0).values())
         leave_rpc(*args, **kwargs)
+
+    def all_gather_object(mine):
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, mine)
+        return of_ranks
 
     def destroy_process_group(*args, **kwargs):
         # With RPC, which has the processes outside of the group too, there is nothing to do here.
-        if not gathered and not rpc.api._is_current_rpc_agent_set():
-            of_ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, timeline.recorded())
-            for of_role in of_ranks:
-                gathered.update(of_role)
+        if not done and not rpc.api._is_current_rpc_agent_set():
+            with messages.quiet():
+                exchange(all_gather_object)
         leave_group(*args, **kwargs)
 
     rpc.shutdown, dist.destroy_process_group = shutdown, destroy_process_group
-    return gathered
 
 
 def shown_first(spans_by_role: dict[str, list[dict]]) -> dict[str, tuple[float, float]] | None:
@@ -219,17 +279,35 @@ def shown_first(spans_by_role: dict[str, list[dict]]) -> dict[str, tuple[float, 
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Run a program with its timeline; return what its own `main` returns."""
+    """Run a program and record it; return what its own `main` returns.
+
+    With a folder of results in the place of a program, write the pages of a run that could not do
+    so itself any more: one under torchrun that failed.
+    """
     path, *flags = (sys.argv[1:] if argv is None else argv) or [""]
+    if Path(path, RECORD).is_dir():
+        return save(Path(path, RECORD), failed=True)
     file = timeline.lesson_file(str(Path(path).resolve()))
     program = (file or "").removesuffix(".py").replace("/", ".")
-    if spans_of(program) is None:
-        refuse("give a program of a lesson that has SPANS in its results, such as "
-               "param_server/main.py, and its flags", None)
+    if not is_program(program):
+        refuse("give a program of a lesson, such as param_server/main.py, and its flags", None)
     module = importlib.import_module(program)
     launch = common.program.launch
-    common.program.launch = lambda run_worker, args, role_name: launch(
-        Traced(program), args, role_name)
+
+    def traced(run_worker, args, role_name):
+        folder, failed, failures = args.output_dir / RECORD, True, []
+        tell = watch.report
+        watch.report = lambda failure, *more: (failures.append(failure), tell(failure, *more))
+        try:
+            result = launch(Traced(program, folder), args, role_name)
+            failed = False
+            return result
+        finally:
+            watch.report = tell
+            if not dist.is_torchelastic_launched() and args.rank in (None, 0):
+                save(folder, program, args, failed, *failures)
+
+    common.program.launch = traced
     try:
         return module.main(flags)
     finally:

@@ -3,7 +3,7 @@
     timeline.start("worker1")                          in each process, or nothing is recorded
     with timeline.span("forward", micro_batch=3): ...  in any thread
     spans = timeline.recorded()                        {"worker1": [...]}: travels over RPC
-    page.save(spans, args.output_dir, title)           where those of all processes are
+    page.save(record, output_dir)                      what merge.merged makes of all processes
 
 The clock is `time.time()`: processes of one machine read the same. Those of several machines differ
 by what NTP leaves between them, often milliseconds: compare only spans of one machine.
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,7 @@ KEPT = 20_000  # spans of a process: the last ones, so that a long training does
 DEPTH = 3  # functions of the lesson that are kept for each span: itself and those that called it
 SUPPORT = ("results.py", "measuring.py")  # they record what happens in the lines that call them
 _NOTHING = contextlib.nullcontext()
-_role, _spans = None, None
+_role, _spans, _also = None, None, None
 
 
 class Kind(NamedTuple):
@@ -47,16 +47,16 @@ class Kind(NamedTuple):
 # The colours are those of Okabe and Ito, https://jfly.uni-koeln.de/color/, which colour-blind
 # readers distinguish; two kinds share one only where no lesson has both.
 KINDS = {
-    "forward": Kind("#0072B2", "forward pass", "順伝搬"),
-    "backward": Kind("#D55E00", "backward pass", "逆伝搬"),
+    "forward": Kind("#0072B2", "forward pass", "フォワードパス"),
+    "backward": Kind("#D55E00", "backward pass", "バックワードパス"),
     "backward with all_reduce": Kind(
         "#D55E00", "backward pass; DDP averages the gradients meanwhile",
-        "逆伝搬。その間にDDPが勾配を平均する", striped=True),
+        "バックワードパス。その間にDDPが勾配を平均する", striped=True),
     "loss": Kind("#F0E442", "the loss", "損失の計算"),
     "step": Kind("#009E73", "the optimizer changes the weights", "オプティマイザーによる更新"),
-    "add": Kind("#F0E442", "adds up a trainer's gradients", "トレーナーの勾配を加算"),
+    "add": Kind("#F0E442", "adds up gradients", "勾配を加算"),
     "env.step": Kind("#E69F00", "a step of the environment", "環境の1ステップ"),
-    "select_action": Kind("#0072B2", "the policy chooses actions", "ポリシーが行動を選ぶ"),
+    "select_action": Kind("#0072B2", "the policy chooses actions", "ポリシーがアクションを選ぶ"),
     "finish_episode": Kind("#D55E00", "learns from an episode", "エピソードから学習"),
     "send": Kind("#56B4E9", "sends", "送信", striped=True),
     "recv": Kind("#F0E442", "receives, or waits for what it will receive", "受信とその待ち",
@@ -74,10 +74,15 @@ OTHER = Kind("#666666", "", "")
 # --- recording
 
 
-def start(role: str) -> None:
-    """Record the spans of this process from now on, under the name `role`."""
-    global _role, _spans
-    _role, _spans = role, deque(maxlen=KEPT)
+def start(role: str, also: Callable[[dict], None] | None = None) -> None:
+    """Record the spans of this process from now on, under the name `role`.
+
+    Args:
+        role: of this process.
+        also: is called with each span, too.
+    """
+    global _role, _spans, _also
+    _role, _spans, _also = role, deque(maxlen=KEPT), also
 
 
 def is_on() -> bool:
@@ -110,9 +115,11 @@ def add(kind: str, started: float, ended: float, where: list | None = None,
         labels: numbers or short texts, shown with the span.
     """
     if _spans is not None:
-        _spans.append({"kind": kind, "start": started, "end": ended, "labels": labels,
-                       "where": here() if where is None else where,
-                       "thread": threading.get_ident()})  # atomic: any thread may
+        span = {"kind": kind, "start": started, "end": ended, "labels": labels,
+                "where": here() if where is None else where, "thread": threading.get_ident()}
+        _spans.append(span)  # atomic: any thread may
+        if _also is not None:
+            _also(span)
 
 
 def here() -> list[list]:

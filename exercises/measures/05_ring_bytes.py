@@ -17,8 +17,8 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
         messages = record_messages(recorder)
 
         @recorder.around(lesson, "algorithms")
-        def algorithms(original, dtype):
-            return {name: counted(name, ring) for name, ring in original(dtype).items()}
+        def algorithms(original):
+            return {name: counted(name, ring) for name, ring in original().items()}
 
         def counted(name, all_reduce):
             def counting(tensor):

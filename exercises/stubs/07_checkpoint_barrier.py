@@ -1,4 +1,4 @@
-"""07 チェックポイントを待つ / Wait for the checkpoint (6_3, ddp_basic/main.py)."""
+"""07 ときどき見つからないファイル / A file that is sometimes missing (6_3, ddp_basic/main.py)."""
 
 import torch
 import torch.distributed as dist

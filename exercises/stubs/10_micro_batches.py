@@ -4,7 +4,7 @@ import torch
 
 
 def forward(self, x: torch.Tensor) -> torch.Tensor:
-    """バッチをマイクロバッチに分け、2つのデバイスが同時に働けるように順伝搬します。
+    """バッチをマイクロバッチに分け、2つのデバイスが同時に働けるようにフォワードパスします。
 
     self: `PipelineParallelResNet50`。前半`self.seq1`は`self.dev0`に、後半`self.seq2`と全結合層
         `self.fc`は`self.dev1`にあります。`self.split_size`は1つのマイクロバッチのサンプル数です

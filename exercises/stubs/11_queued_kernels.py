@@ -1,4 +1,4 @@
-"""11 キューに残った計算 / What is still queued (6_2, model_parallel_resnet/single_machine.py)."""
+"""11 速すぎる訓練時間 / Times that are too good (6_2, model_parallel_resnet/single_machine.py)."""
 
 import time
 

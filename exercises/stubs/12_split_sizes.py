@@ -5,8 +5,8 @@ def predict(batch_size, split_size, what):
     """バッチを`split(split_size)`で分けたときの、マイクロバッチの数または最後の大きさを予測します。
 
     batch_size: バッチの画像の枚数。
-    split_size: `PipelineParallelResNet50`の分割サイズ。順伝搬の`x.split(self.split_size, dim=0)`で
-        使います。
+    split_size: `PipelineParallelResNet50`の分割サイズ。フォワードパスの
+        `x.split(self.split_size, dim=0)`で使います。
     what: "micro_batches" なら、前半（seq1）が処理するマイクロバッチの数、
         "last" なら、最後のマイクロバッチの画像の枚数。
     戻り値: 整数。

@@ -14,7 +14,7 @@ def __init__(self, world_size: int, args: argparse.Namespace) -> None:
     world_size: プロセスの数。
     args: コマンドのフラグ。
     `self.generators`は、オブザーバーのid（ランク）をキーとする乱数生成器の辞書です。環境の初期状態は
-    ここから作ります。`fast.py`では、行動を選ぶ乱数もここから作ります。
+    ここから作ります。`fast.py`では、アクションを選ぶ乱数もここから作ります。
 
     Make the agent. There is a mistake in here.
 

@@ -9,7 +9,7 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
                 get_next_batch: Callable = get_next_batch):
     """言語モデルを訓練します。どこかに誤りがあります。
 
-    rank: このトレーナーのランク（1）。`model`のLSTMはこのプロセスに、埋め込み表とデコーダーは
+    rank: このトレーナーのランク（1）。`model`のLSTMはこのプロセスに、埋め込みテーブルとデコーダーは
         パラメーターサーバー"ps"にあります。
     world_size: プロセスの数。
     args: コマンドのフラグ。
@@ -33,7 +33,6 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
     model = model_class("ps", language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout,
                         args.seed, args.device)
     opt = model.make_optimizer(args)
-    # シングルプロセスの訓練ループと同じオプティマイザー / as in a training loop of one process
     optimizer = saving.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     criterion = nn.CrossEntropyLoss()
     epochs, initial_val_loss = (

@@ -1,4 +1,4 @@
-"""19 ドロップアウトが入った正解率 / Dropout in the accuracy (6_6, param_server/main.py)."""
+"""19 測るたびに変わる正解率 / An accuracy that changes each time (6_6, param_server/main.py)."""
 
 
 def train(self, mode: bool = True) -> Self:

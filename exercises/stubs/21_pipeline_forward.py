@@ -1,4 +1,4 @@
-"""21 パイプラインの順伝搬 / The forward of a pipeline (6_7, model_parallel_resnet/main.py)."""
+"""21 パイプラインのフォワードパス / A pipeline's forward (6_7, model_parallel_resnet/main.py)."""
 
 import torch
 from torch.distributed.rpc import RRef

@@ -1,4 +1,4 @@
-"""25 全員の行動を1回で / One forward for all observers (6_8, batch_rl/main.py)."""
+"""25 全員のアクションを1回で / One forward for all observers (6_8, batch_rl/main.py)."""
 
 import torch
 from torch.distributed import rpc
@@ -8,19 +8,20 @@ from torch.distributed import rpc
 @rpc.functions.async_execution
 def select_action_batch(agent_rref: rpc.RRef, ob_id: int,
                         states: list[list[float]]) -> torch.futures.Future:
-    """オブザーバーからRPCで呼ばれ、futureを返します。全員の状態がそろったら、1回の順伝搬で答えます。
+    """オブザーバーからRPCで呼ばれ、futureを返します。全員の状態がそろったら、1回のフォワードパスで答えます。
 
     agent_rref: エージェントへのRRef。この関数はエージェントのプロセスで、複数のスレッドから同時に
         呼ばれます。
     ob_id: 呼んだオブザーバーの番号（0から`len(self.ob_rrefs) - 1`まで）。
     states: そのオブザーバーのK個の環境の状態（数のリスト、K×4）。
-    戻り値: `torch.futures.Future`。完了したときの値は、このオブザーバーのK個の行動のリストです。
+    戻り値: `torch.futures.Future`。完了したときの値は、このオブザーバーのK個のアクションの
+    リストです。
     エージェントが持つもの:
-    `self.lock`: 下の2つを書き換える間、保持するロック。
+    `self.lock`: 下の2つを読み書きする間、保持するロック。`set_result`を呼ぶときは離しておきます。
     `self.states`: このステップで届いた状態の辞書（キーは`ob_id`）。エピソードの初めは空です。
-    `self.future_actions`: このステップの全員が共有する、未完了のfuture。値は全員の行動です。
+    `self.future_actions`: このステップの全員が共有する、未完了のfuture。値は全員のアクションです。
     `self.act(リスト)`: 全員の`states`を`ob_id`の順に並べたリスト（要素はK×4のリスト）から、
-        全員の行動（同じ順。要素はK個の行動のリスト）と対数確率のテンソルを返します。順伝搬は、
+        全員のアクション（同じ順。要素はK個のアクションのリスト）と対数確率のテンソルを返します。フォワードパスは、
         1ステップにつきこの1回だけです。
     `self.saved_log_probs`: ステップごとの対数確率を追加していくリスト。
 
@@ -31,7 +32,7 @@ def select_action_batch(agent_rref: rpc.RRef, ob_id: int,
     states: of that observer's K environments, lists of numbers (K x 4).
     Returns a `torch.futures.Future`, whose value will be the K actions of this observer, a list.
     What the agent has:
-    `self.lock`: to be held while the next two are changed.
+    `self.lock`: to be held while the next two are read or changed, and not in `set_result`.
     `self.states`: those that have come in this step, by `ob_id`; an empty dict at the beginning.
     `self.future_actions`: the future of this step, shared by all, for the actions of all.
     `self.act(a list)`: the `states` of all (each K x 4), in the order of `ob_id`, to a list of the

@@ -1,4 +1,4 @@
-"""26 使い回されたfuture / A future that is used again (6_8, batch_rl/main.py)."""
+"""26 2ステップ目の失敗 / The second step fails (6_8, batch_rl/main.py)."""
 
 import torch
 from torch.distributed import rpc
@@ -8,12 +8,12 @@ from torch.distributed import rpc
 @rpc.functions.async_execution
 def select_action_batch(agent_rref: rpc.RRef, ob_id: int,
                         states: list[list[float]]) -> torch.futures.Future:
-    """オブザーバーからRPCで呼ばれ、全員の状態がそろったら1回の順伝搬で答えます。どこかに誤りがあります。
+    """オブザーバーからRPCで呼ばれ、全員の状態がそろったら1回のフォワードパスで答えます。どこかに誤りがあります。
 
     agent_rref: エージェントへのRRef。
     ob_id: 呼んだオブザーバーの番号。0から始まります。
     states: そのオブザーバーのK個の環境の状態（数のリスト、K×4）。
-    戻り値: このオブザーバーのK個の行動のリストを値とするfuture。
+    戻り値: このオブザーバーのK個のアクションのリストを値とするfuture。
     `self.states`（辞書）と`self.future_actions`は、エピソードの初めに空の辞書と新しいfutureになります。
 
     Called by an observer over RPC: when all states are there, one forward answers. There is a

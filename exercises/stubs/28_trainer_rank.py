@@ -1,4 +1,4 @@
-"""28 トレーナーの番号 / The rank of a trainer (6_9, ddp_rpc_hybrid/main.py)."""
+"""28 増えないデータ / More trainers, no more data (6_9, ddp_rpc_hybrid/main.py)."""
 
 import torch
 import torch.distributed as dist

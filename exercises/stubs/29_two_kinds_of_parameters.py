@@ -5,7 +5,7 @@ from torch.distributed import rpc
 
 
 def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """サーバーの埋め込み表を引き、手元の全結合層でスコアを計算します。
+    """サーバーの埋め込みテーブルを引き、手元の全結合層でスコアを計算します。
 
     self: `HybridModel`。`self.emb_rref`は、サーバーの`nn.EmbeddingBag`へのRRefです。`self.fc`は
         DDPで包んだ`nn.Linear`で、デバイス`self.device`に置かれています。

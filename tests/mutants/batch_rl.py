@@ -19,6 +19,8 @@ MUTANTS = [
            "returns, log_probs = self.returns.flip(1), self.log_probs(batch).flip(2)", check="gradients"),
     Mutant("a future that is never renewed", MAIN, "self.states, self.future_actions = {}, torch.futures.Future()  # for the next step",
            "self.states = {}", check="error"),
+    Mutant("answers with the lock held", MAIN, "            future_actions.set_result(actions)",
+           "            with self.lock:\n                future_actions.set_result(actions)", check="lock"),
     Mutant("states not cleared", MAIN, "self.states, self.future_actions = {}, torch.futures.Future()  # for the next step",
            "self.future_actions = torch.futures.Future()", check="forwards|error"),
     Mutant("the time limit taken for a fall", MAIN, "self.returns(rewards[k], terminated, n_steps)",

@@ -28,6 +28,9 @@ MUTANTS = [
            "loss = loss_fn(outputs, labels)\n",
            "n = model.num_split\n                loss = sum(map(loss_fn, outputs.tensor_split(n), "
            "labels.tensor_split(n))) / n\n", "weights"),
+    mutant("the master waits for worker1", "forward(y_rref, i)", "forward(RRef(y_rref.to_here()), i)", "sent at once"),
+    mutant("features through the master", "self.p1_rref.remote().forward(x_rref, i)",
+           "RRef(self.p1_rref.rpc_sync().forward(x_rref, i))", "owners"),
     mutant("number of splits set only once", "            model.num_split = num_split\n",
            "            model.num_split = model.num_split or num_split\n", "micro-batches"),
     mutant("a shard in evaluation mode",

@@ -6,6 +6,7 @@ MAIN = {"file": "rpc_rnn/main.py", "program": "rpc_rnn/main.py"}
 SEVERAL = {"file": "rpc_rnn/several_trainers.py", "program": "rpc_rnn/several_trainers.py"}
 SEVERAL_READ = {"file": "rpc_rnn/main.py", "program": "rpc_rnn/several_trainers.py"}
 RESULTS = {"file": "rpc_rnn/results.py", "program": "rpc_rnn/main.py"}
+DATA = {"file": "rpc_rnn/data.py", "program": "rpc_rnn/main.py"}
 PREFETCH = {"file": "rpc_rnn/prefetch.py", "program": "rpc_rnn/prefetch.py"}
 
 MUTANTS = [
@@ -38,7 +39,7 @@ MUTANTS = [
     Mutant("scores and targets of other tokens", **MAIN, check="training, loss",
            old="criterion(output.flatten(0, 1), target.flatten())",
            new="criterion(output.transpose(0, 1).flatten(0, 1), target.flatten())"),
-    Mutant("table and decoder draw alike", **MAIN, check="first weights, independent",
+    Mutant("table and decoder draw alike", **MAIN, check="first weights, drawn",
            old="args=(ntoken, nhid, dropout, 3 * seed + 2, device)",
            new="args=(ntoken, nhid, dropout, 3 * seed, device)"),
     Mutant("the LSTM's seed forgotten", **MAIN, check="first weights, drawn",
@@ -91,4 +92,10 @@ MUTANTS = [
            old="        here.local_value().step(context_id)  # meanwhile\n", new=""),
     Mutant("an optimizer that sees no .grad", **PREFETCH, check="weights after each step, table",
            old="import OPTIMIZERS_WITH_STATE,", new="import OPTIMIZERS as OPTIMIZERS_WITH_STATE,"),
+    Mutant("one language for all seeds", **DATA, check="metrics, entropy_floor", flags=("--seed", 7),
+           old="chain = MarkovChain(args.seed)", new="chain = MarkovChain(0)"),
+    Mutant("one training text for all seeds", **DATA, check="tokens", flags=("--seed", 7),
+           old="chain.draw(TRAIN_TOKENS, args.seed + 1)", new="chain.draw(TRAIN_TOKENS, 1)"),
+    Mutant("validated on the training text", **DATA, check="tokens",
+           old="chain.draw(VAL_TOKENS, args.seed + 2)", new="chain.draw(VAL_TOKENS, args.seed + 1)"),
 ]

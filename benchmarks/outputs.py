@@ -1,0 +1,110 @@
+"""Run the commands of the pages, and keep what they print: what a page shows was printed.
+
+    python -m benchmarks.outputs                 all of them, one after the other (ten minutes)
+    python -m benchmarks.outputs rpc_rl hybrid   these
+    python -m benchmarks.outputs --replays       record the messages of short runs instead
+
+`python -m benchmarks.docs` writes them between `<!-- output NAME -->` and `<!-- end -->`, and the
+links to the replays after `<!-- replay NAME -->`.
+"""
+
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common.cli import PlainParser
+from common.tracing import replay
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = {
+    "batch_rl": "python batch_rl/main.py --observers 1 5",
+    "batch_rl_check": "python batch_rl/main.py --check",
+    "batch_update": "python param_server/batch_update.py",
+    "ddp_basic": "python ddp_basic/main.py --world_size 2",
+    "ddp_basic_check": "python ddp_basic/main.py --demo basic --check",
+    "ddp_skew": "python ddp_basic/main.py --demo skew --slow_rank 1 --delay 0.5 --timeout 2",
+    "flat_update": "python param_server/flat_update.py",
+    "hybrid": "python ddp_rpc_hybrid/main.py",
+    "hybrid_check": "python ddp_rpc_hybrid/main.py --check",
+    "hybrid_sharded": "python ddp_rpc_hybrid/sharded_table.py",
+    "p2p_blocking": "python p2p_collectives/main.py --demo blocking",
+    "p2p_init_env": "python p2p_collectives/init_methods.py --method env",
+    "p2p_main": "python p2p_collectives/main.py --world_size 4",
+    "p2p_train_check": "python p2p_collectives/train.py --check --world_size 3",
+    "param_server": "python param_server/main.py",
+    "param_server_check": "python param_server/main.py --check",
+    "pipeline_check": "python model_parallel_resnet/main.py --check",
+    "pipeline_main": "python model_parallel_resnet/main.py --num_splits 1 2 4",
+    "pipeline_8": "python model_parallel_resnet/main.py --num_splits 1 2 4 8",
+    "rpc_rl": "python rpc_rl/main.py --world_size 3",
+    "rpc_rl_check": "python rpc_rl/main.py --check",
+    "rpc_rnn": "python rpc_rnn/main.py",
+    "single_machine": "python model_parallel_resnet/single_machine.py",
+    "single_machine_check": "python model_parallel_resnet/single_machine.py --check",
+}
+REPLAYS = {  # program and flags of runs that are short enough to be followed message by message
+    "batch_rl": "batch_rl/main.py --observers 3 --num_episode 1 --num_steps 10",
+    "batch_update": "param_server/batch_update.py --world_size 4 --arch resnet18 --image_size 32 "
+                    "--num_updates 2",
+    "deadlock": "p2p_collectives/deadlock.py --kind send_first",
+    "deadlock_rpc": "p2p_collectives/deadlock.py --kind rpc",
+    "hybrid": "ddp_rpc_hybrid/main.py --epochs 1",
+    "p2p": "p2p_collectives/main.py --demo nonblocking --world_size 4",
+    "collectives": "p2p_collectives/main.py --demo collectives --world_size 4",
+    "param_server": "param_server/main.py --epochs 1 --batch_size 240",
+    "pipeline": "model_parallel_resnet/main.py --arch resnet18 --batch_size 8 --image_size 32 "
+                "--num_batches 1 --num_splits 4",
+    "rpc_rl": "rpc_rl/main.py --max_episodes 2",
+    "rpc_rnn": "rpc_rnn/main.py --epochs 1 --batch_size 400",
+}
+FIRST, LAST = 3, 12  # lines of a longer output that are kept
+
+
+def path_of(name):
+    """Where an output is kept."""
+    return ROOT / "docs/results/transcripts" / f"{name}.txt"
+
+
+def replay_of(name):
+    """Where a replay is kept."""
+    return ROOT / "docs/results/replays" / f"{name}.json"
+
+
+def record(name):
+    """Run the program of a replay, and keep its data; a deadlock ends with status 1."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "common.tracing", *shlex.split(REPLAYS[name])]
+        done = subprocess.run([*command, "--output_dir", folder], cwd=ROOT, capture_output=True)
+        assert done.returncode == name.startswith("deadlock"), (name, done.stderr.decode())
+        replay_of(name).parent.mkdir(exist_ok=True)
+        replay_of(name).write_text(replay.data_of(Path(folder, "replay.html").read_text()) + "\n")
+
+
+def main(argv=None):
+    """Run the commands, and write what they print."""
+    parser = PlainParser(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *COMMANDS, *REPLAYS])
+    parser.add_argument("--replays", action="store_true", help="record the messages of short runs")
+    args = parser.parse_args(argv)
+    for name in args.names or REPLAYS if args.replays else ():
+        record(name)
+        print(f"{name}: {replay_of(name).stat().st_size // 1000} kB", flush=True)
+    for name in () if args.replays else args.names or COMMANDS:
+        python = [sys.executable if word == "python" else word
+                  for word in shlex.split(COMMANDS[name])]
+        done = subprocess.run(python, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)
+        if done.returncode:
+            raise SystemExit(f"{COMMANDS[name]}: status {done.returncode}\n{done.stdout}")
+        lines = done.stdout.splitlines()
+        if len(lines) > FIRST + LAST + 1:
+            lines[FIRST:-LAST] = ["..."]
+        path_of(name).parent.mkdir(exist_ok=True)
+        path_of(name).write_text("\n".join([f"$ {COMMANDS[name]}", *lines]) + "\n")
+        print(f"{name}: {len(lines)} lines", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,464 @@
+"""Records from outside what a process sends, whom it calls, and what it waits for.
+
+    messages.start(folder, rank, roles, title, machine)    in each process, before it joins
+    {"lanes": ..., "ops": ...} = merge.merged(folder)      where the files of all processes are
+
+An operation begins and, perhaps, ends: a run that is killed leaves it open. What is recorded:
+
+    call        an RPC, until its answer is there: `rpc_sync`, `rpc_async`, `remote`, of an RRef too
+    run         its execution in the other process, until the answer leaves
+    fetch       `RRef.to_here`
+    hold        an RRef that this process has, until it drops it
+    future      a `torch.futures.Future` that a lesson has made, until it is set
+    wait        for a future, for an `isend`, for the backward of distributed autograd
+    send, recv  also `isend` and `irecv`, until their `wait`
+    collective  with its group and its number there; also joining and leaving
+
+What C++ sends itself cannot be seen from Python: the messages of distributed autograd, the
+all_reduce of DistributedDataParallel, calls of torch's own operators (`rpc_sync(to, torch.add)`).
+"""
+
+import contextlib
+import functools
+import inspect
+import itertools
+import json
+import marshal
+import mmap
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common.tracing import timeline
+from torch.distributed import autograd, rpc
+from torch.distributed.rpc import api, internal, rref_proxy
+
+HALF = 2**22  # bytes: the file has two; when both are full, the older half is overwritten
+TRACED = "_traced"  # the argument that brings the identity of a call to the process that runs it
+PEERS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
+ROOTS = {"broadcast": "src", "broadcast_object_list": "src", "scatter": "src",
+         "scatter_object_list": "src", "reduce": "dst", "gather": "dst", "gather_object": "dst"}
+COLLECTIVES = [*ROOTS, "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object",
+               "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+               "barrier", "monitored_barrier", "new_group", "init_process_group"]
+RREF = re.compile(r"created_on=(\d+), local_id=(\d+)")  # in the text of an RRef
+_recorder = None
+_here = threading.local()  # .depth: within a recorded function, which calls others of these
+
+
+class Recorder:
+    """Writes events into memory that the system keeps in a file, also when the process is killed.
+
+    Args:
+        path: of the file.
+        header: the first event; it is never overwritten.
+    """
+
+    def __init__(self, path: Path, *header: object) -> None:
+        with path.open("wb+") as file:
+            if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process later
+                os.posix_fallocate(file.fileno(), 0, 2 * HALF)
+            file.truncate(2 * HALF)
+            self.memory = mmap.mmap(file.fileno(), 2 * HALF)
+        self.ids, self.open = itertools.count(1), {0: ("header", *header)}
+        self.lock, self.half = threading.RLock(), 0  # RLock: a finalizer may come in between
+        self._turn()
+
+    def _turn(self) -> None:
+        """Go on in the other half, which begins with its number and with what is still open."""
+        at = self.half % 2 * HALF
+        self.half, self.at, self.end = self.half + 1, at + 4, at + HALF
+        self.memory[at : at + 8] = self.half.to_bytes(4, "big") + bytes(4)
+        for event in list(self.open.values()):
+            self.write(event)
+
+    def write(self, event: tuple) -> None:
+        """Write an event of plain values; texts in the place of others."""
+        try:
+            data = marshal.dumps(event)
+        except ValueError:
+            data = marshal.dumps(json.loads(json.dumps(event, default=str)))
+        data = len(data).to_bytes(4, "big") + data + bytes(4)  # the next one overwrites the zeros
+        with self.lock:
+            if self.at + len(data) > self.end:
+                self._turn()
+            at, self.at = self.at, self.at + len(data) - 4
+            self.memory[at : at + len(data)] = data
+
+    def begin(self, kind: str, where: list | None = None, thread: int | None = None,
+              op: int | None = None, **about: object) -> int:
+        """Write that an operation begins, here or at `where`; return its number."""
+        op = op or next(self.ids)
+        event = ("begin", op, time.time(), kind, thread or threading.get_ident(),
+                 timeline.here() if where is None else where, about)
+        self.open[op] = event
+        self.write(event)
+        return op
+
+    def finish(self, op: int, **about: object) -> None:
+        """Write that an operation has ended, once."""
+        if self.open.pop(op, None) is not None:
+            self.write(("end", op, time.time(), about))
+
+
+def start(folder: Path, rank: int, roles: list[str], title: str, machine: dict) -> None:
+    """Record the messages and spans of this process from now on.
+
+    Args:
+        folder: for its file, `rank-0`.
+        rank: of this process.
+        roles: the names of all ranks.
+        title: of the run.
+        machine: for the captions of pictures, what `report.machine` returns.
+    """
+    global _recorder
+    folder.mkdir(parents=True, exist_ok=True)
+    _recorder = Recorder(folder / f"rank-{rank}", rank, roles, title, machine,
+                         threading.main_thread().ident)
+    timeline.start(roles[rank], lambda span: _recorder.write(("span", span)))
+    _record_groups(rank, len(roles))
+    _record_calls(rank)
+    _record_rrefs()
+    _record_futures()
+
+
+def failed(error: BaseException) -> None:
+    """Record that this process ends by an exception."""
+    _recorder.begin("failed", error=_in_a_line(error))
+
+
+def _in_a_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _replace(owner: object, name: str, make: Callable) -> None:
+    """Put `make(what there is)` in the place of a function, under its name."""
+    there = getattr(owner, name, None)
+    if there is not None:
+        setattr(owner, name, functools.wraps(there)(make(there)))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Record nothing of what this thread does meanwhile."""
+    _here.depth = getattr(_here, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _here.depth -= 1
+
+
+def _is_inside() -> bool:
+    return getattr(_here, "depth", 0) > 0
+
+
+def _within(function: Callable, op: int, end: bool, /, *args: object, **kwargs: object) -> object:
+    """Call a function for an operation; what it calls itself is not recorded.
+
+    The operation ends with it, if `end`; by an exception always.
+    """
+    try:
+        with quiet():
+            result = function(*args, **kwargs)
+    except BaseException as error:
+        _recorder.finish(op, error=_in_a_line(error))
+        raise
+    if end:
+        _recorder.finish(op)
+    return result
+
+
+def _nbytes(value: object) -> int | None:
+    """Return the bytes of a tensor, or of the tensors in a list; None where there are none."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    sizes = [_nbytes(item) for item in value] if isinstance(value, list | tuple) else []
+    return None if not sizes or None in sizes else sum(sizes)
+
+
+# --- groups: send, recv, collectives
+
+
+def _record_groups(rank: int, world_size: int) -> None:
+    works, counts = weakref.WeakKeyDictionary(), {}
+
+    def recorder_of(name: str) -> Callable:
+        def make(function):
+            names = list(inspect.signature(function).parameters)
+
+            def recorded(*args, **kwargs):
+                if _is_inside():
+                    return function(*args, **kwargs)
+                given = dict(zip(names, args, strict=False)) | kwargs
+                about, kind = _about(name, given, rank, world_size), PEERS.get(name, "collective")
+                kind = {"dst": "send", "src": "recv"}.get(kind, kind)
+                if kind == "collective":
+                    about["number"] = counts[about["group"]] = counts.get(about["group"], -1) + 1
+                waits = not (name in ("isend", "irecv") or given.get("async_op"))
+                op = _recorder.begin(kind, name=name, waits=waits, **about)
+                result = _within(function, op, False, *args, **kwargs)
+                if isinstance(result, dist.Work):
+                    works[result] = op
+                elif name == "recv" and about["peer"] is None:
+                    _recorder.finish(op, peer=result)
+                else:
+                    _recorder.finish(op)
+                return result
+
+            return recorded
+
+        return make
+
+    for name in (*PEERS, *COLLECTIVES):
+        _replace(dist, name, recorder_of(name))
+        if hasattr(dist, name):  # P2POp compares the two
+            setattr(dist.distributed_c10d, name, getattr(dist, name))
+
+    def work_wait(function):
+        def wait(work, *args, **kwargs):
+            if _is_inside() or work not in works:
+                return function(work, *args, **kwargs)
+            waiting = _recorder.begin("wait", name="wait", on=works[work])
+            result = _within(function, waiting, True, work, *args, **kwargs)
+            _recorder.finish(works.pop(work))
+            return result
+
+        return wait
+
+    _replace(dist.Work, "wait", work_wait)
+
+    def shutdown(function):
+        def recorded(*args, **kwargs):
+            op = _recorder.begin("collective", name="rpc.shutdown", waits=True, group="rpc",
+                                 ranks=[*range(world_size)], number=1)
+            return _within(function, op, True, *args, **kwargs)
+
+        return recorded
+
+    _replace(rpc, "shutdown", shutdown)
+    _replace(rpc, "init_rpc", lambda function: lambda *args, **kwargs: _within(
+        function, _recorder.begin("collective", name="init_rpc", waits=True, group="rpc",
+                                  ranks=[*range(world_size)], number=0), True, *args, **kwargs))
+
+
+def _about(name: str, given: dict, rank: int, world_size: int) -> dict:
+    """Return what a function's arguments say: its group, its peer or root, its bytes."""
+    group = given.get("group") if name != "new_group" else None
+    ranks = dist.get_process_group_ranks(group) if group else [*range(world_size)]
+    about = {"group": getattr(group, "group_name", None) if len(ranks) < world_size else "world",
+             "ranks": ranks}
+    side = PEERS.get(name) or ROOTS.get(name)
+    if side:
+        at = given.get(f"group_{side}")
+        other = ranks[at] if at is not None else given.get(side, 0 if name in ROOTS else None)
+        about["peer"] = other if name in PEERS or other is None else int(other)
+    if name in PEERS:
+        about["tag"] = given.get("tag", 0)
+    sizes = [size for size in map(_nbytes, given.values()) if size]
+    if sizes:
+        about["bytes"] = min(sizes)  # of a list of pieces and a piece: what goes from one to one
+    return about
+
+
+# --- RPC
+
+
+def _record_calls(rank: int) -> None:
+    udf_type, run_function = internal.PythonUDF, internal._run_function
+    local = rref_proxy._local_invoke, rref_proxy._local_invoke_async_execution
+
+    def python_udf(func, args, kwargs):  # what will be sent: here it gets its number
+        _here.call, _here.forwarded = None, []
+        if _is_inside():
+            return udf_type(func, args, kwargs)
+        asked = args[3].pop(TRACED, None) if func in local else None
+        name = (args[1] if func in local else "the type of an RRef"
+                if func is api._rref_typeof_on_owner
+                else getattr(func, "__qualname__", type(func).__name__))
+        call = {"op": next(_recorder.ids), "name": name}
+        if asked:  # perhaps by another thread
+            call["where"], call["thread"], asked[2] = asked[0], asked[1], call["op"]
+        _here.call = call
+        return udf_type(func, args, {**kwargs, TRACED: [rank, call["op"]]})
+
+    api.PythonUDF = python_udf
+
+    def sending(how: str) -> Callable:
+        def make(function):
+            def send(to, pickled, tensors, *args):
+                call, _here.call = getattr(_here, "call", None), None
+                if call is None:
+                    return function(to, pickled, tensors, *args)
+                sync = how == "rpc" and getattr(_here, "sync", False)
+                size = len(pickled) + (_nbytes(tensors) or 0)
+                op = _recorder.begin("call", to=to.id, bytes=size, rrefs=_here.forwarded,
+                                     how="remote" if how == "remote" else
+                                     "rpc_sync" if sync else "rpc_async", waits=sync, **call)
+                result = _within(function, op, False, to, pickled, tensors, *args)
+                if how == "remote":
+                    _recorder.finish(op, rref=_hold(result, made=op))
+                else:
+                    _futures[result] = [None, None, op, sync]
+                    if not sync:  # the end of that is the end of its wait
+                        result.add_done_callback(lambda _: _recorder.finish(op))
+                return result
+
+            return send
+
+        return make
+
+    _replace(api, "_invoke_rpc_python_udf", sending("rpc"))
+    _replace(api, "_invoke_remote_python_udf", sending("remote"))
+
+    def invoke(function):
+        def invoked(to, func, rpc_type, *args, **kwargs):
+            _here.sync = rpc_type is internal.RPCExecMode.SYNC
+            return function(to, func, rpc_type, *args, **kwargs)
+
+        return invoked
+
+    _replace(api, "_invoke_rpc", invoke)
+
+    def invoke_proxy(function):
+        def invoked(rref, rpc_api, name, timeout, *args, **kwargs):
+            if _is_inside():
+                return function(rref, rpc_api, name, timeout, *args, **kwargs)
+            asked = [timeline.here(), threading.get_ident(), None, False]
+            result = function(rref, rpc_api, name, timeout, *args, **kwargs, **{TRACED: asked})
+            if isinstance(result, torch._C.Future):  # of the proxy; the call has another one
+                _futures[result] = asked
+            return result
+
+        return invoked
+
+    _replace(rref_proxy, "_invoke_rpc", invoke_proxy)
+
+    def run(call):
+        caller = getattr(call, "kwargs", {}).pop(TRACED, None)
+        if caller is None:
+            return run_function(call)
+        name = call.args[1] if call.func in local else getattr(call.func, "__qualname__", "")
+        op = _recorder.begin("run", call=caller, name=name)
+        result = run_function(call)
+        if isinstance(result, torch._C.Future):  # of an async_execution: it answers later
+            result.add_done_callback(lambda _: _recorder.finish(op))
+        elif isinstance(result, internal.RemoteException):
+            _recorder.finish(op, error=result.exception_type.__name__)
+        else:
+            _recorder.finish(op)
+        return result
+
+    internal._run_function = run
+    _replace(autograd, "backward", lambda function: lambda *args, **kwargs: _within(
+        function, _recorder.begin("wait", name="dist_autograd.backward"), True, *args, **kwargs))
+
+
+def _rref_id(rref: rpc.PyRRef) -> str:
+    """Return the identity of an RRef, "0.3": on which rank it was made, and its number there."""
+    return ".".join(RREF.search(rpc.PyRRef.__str__(rref)).groups())
+
+
+def _hold(rref: rpc.PyRRef, **about: object) -> str:
+    """Record that this process has an RRef, until it is gone; return its identity."""
+    name = _rref_id(rref)
+    op = _recorder.begin("hold", rref=name, owner=rref.owner().id, **about)
+    weakref.finalize(rref, _recorder.finish, op).atexit = False
+    return name
+
+
+def _record_rrefs() -> None:
+    pickler = internal._InternalRPCPickler
+
+    def made(function):
+        def init(rref, *args, **kwargs):
+            function(rref, *args, **kwargs)
+            if not _is_inside():
+                _hold(rref)
+
+        return init
+
+    def forward(function):
+        def reduce(self, rref):
+            getattr(_here, "forwarded", []).append(_rref_id(rref))
+            return function(self, rref)
+
+        return reduce
+
+    def fetch(function):
+        def to_here(rref, *args, **kwargs):
+            if _is_inside() or rref.is_owner():
+                return function(rref, *args, **kwargs)
+            op = _recorder.begin("fetch", rref=_rref_id(rref), to=rref.owner().id, waits=True)
+            result = _within(function, op, False, rref, *args, **kwargs)
+            _recorder.finish(op, bytes=_nbytes(result))
+            return result
+
+        return to_here
+
+    received = pickler._py_rref_receiver
+
+    @functools.wraps(received)  # its name is what is sent
+    def receive(_, data):
+        rref = received(data)
+        _hold(rref)
+        return rref
+
+    pickler._py_rref_receiver = classmethod(receive)
+    _replace(rpc.RRef, "__init__", made)
+    _replace(pickler, "_py_rref_reducer", forward)
+    _replace(rpc.PyRRef, "to_here", fetch)
+
+
+# --- futures
+
+_futures = weakref.WeakKeyDictionary()  # of calls: [where, thread, the call, is it sync]
+_made = weakref.WeakKeyDictionary()  # by a lesson: its operation
+
+
+def _record_futures() -> None:
+    def wait(function):
+        def recorded(future, *args):
+            asked = _futures.get(future)
+            sync = asked and asked[3]
+            if _is_inside() or not sync and future.done():
+                return function(future, *args)
+            on, op = asked[2] if asked else _made.get(future), None
+            if not sync and (where := timeline.here()):
+                op = _recorder.begin("wait", where, name="Future.wait", on=on)
+            try:
+                return _within(function, on if sync else op, True, future, *args)
+            except BaseException as error:
+                if on:  # it has ended, too, and could not know how
+                    _recorder.write(("end", on, time.time(), {"error": _in_a_line(error)}))
+                raise
+
+        return recorded
+
+    def make(function):
+        def init(future, **kwargs):
+            function(future, **kwargs)
+            if timeline.lesson_file(sys._getframe(1).f_code.co_filename):
+                _made[future] = _recorder.begin("future", name="Future")
+
+        return init
+
+    def complete(function):
+        def recorded(future, result):
+            if future in _made:
+                _recorder.finish(_made[future])
+            function(future, result)
+
+        return recorded
+
+    _replace(torch._C.Future, "wait", wait)
+    _replace(torch.futures.Future, "__init__", make)
+    _replace(torch.futures.Future, "set_result", complete)
+    _replace(torch.futures.Future, "set_exception", complete)

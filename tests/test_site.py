@@ -1,0 +1,111 @@
+"""The site of the pages: its links lead somewhere, it is found in and drawn in a browser, offline."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import tarfile
+from urllib.parse import unquote
+
+import pytest
+
+from tests.helpers import ROOT
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(not shutil.which("npm") or not CHROMIUM, reason="needs npm and Chromium")
+SHOWN = ("ja/index.html", "ja/lessons/6_5.html", "ja/lessons/6_4.html", "en/lessons/6_7.html", "en/faults.html",
+         "ja/source/rpc_rl/main.py.html", "ja/files/docs/results/replays/rpc_rnn.html")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    spec = importlib.util.spec_from_file_location("build", ROOT / "site/build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    build.OUT = tmp_path_factory.mktemp("site") / "out"
+    build.main()
+    return build.OUT
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def test_every_link_leads_somewhere(site):
+    texts = {path: path.read_text() for path in site.rglob("*.html") if path.name != "404.html"}
+    anchors = {path: {unquote(name) for name in re.findall(r'\b(?:id|name)="([^"]+)"', text)}
+               for path, text in texts.items()}
+    lost = []
+    for path, text in texts.items():
+        article = text[text.find("<article"):text.find("</article>")]
+        for link in re.findall(r'(?:href|src)="([^"]+)"', article):
+            place, _, anchor = link.partition("#")
+            if "://" in link or link.startswith(("data:", "mailto:")):
+                continue
+            there = (path.parent / unquote(place)).resolve() if place else path
+            if not there.exists() or (anchor and there in anchors and unquote(anchor) not in anchors[there]):
+                lost.append((str(path.relative_to(site)), link))
+    assert lost == []
+
+
+def test_pages_are_small(site):
+    large = {str(path.relative_to(site)): path.stat().st_size for path in site.rglob("*.html")
+             if path.stat().st_size > 2**20}
+    assert large == {}
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_in_a_browser(width, site, browser):
+    for page in SHOWN:
+        shown, said = browser.new_page(viewport={"width": width, "height": 900}), []
+        shown.on("console", lambda message, said=said: said.append(message.text))
+        shown.on("requestfailed", lambda request, said=said: said.append(request.url))
+        shown.goto(f"file://{site}/{page}")
+        if shown.locator(".mermaid").count():
+            shown.wait_for_timeout(2000)  # until it is drawn, in a shadow tree that cannot be looked into
+            heights = shown.locator(".mermaid").evaluate_all("all => all.map(one => one.getBoundingClientRect().height)")
+            assert min(heights) > 100, page
+        assert shown.evaluate("document.documentElement.scrollWidth") <= width, page
+        assert said == [], page
+        shown.close()
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory):
+    """Deque's axe, which looks for what keeps people with a screen reader or a keyboard out."""
+    folder = tmp_path_factory.mktemp("axe")
+    subprocess.run(["npm", "pack", "--silent", "axe-core@4.10.3"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+        return archive.extractfile("package/axe.min.js").read().decode()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_serious_fault(scheme, site, browser, axe):
+    for name in SHOWN:
+        page = browser.new_page(color_scheme=scheme)
+        page.goto(f"file://{site}/{name}")
+        page.wait_for_timeout(1000)  # its header fades in
+        page.evaluate(axe)
+        found = page.evaluate("axe.run(document, {preload: false})")["violations"]
+        assert [(fault["id"], fault["nodes"][0]["html"]) for fault in found
+                if fault["impact"] in ("serious", "critical")] == [], name
+        page.close()
+
+
+@pytest.mark.parametrize("word", ["分散自動微分", "RRef"])
+def test_search(word, site, browser):
+    page = browser.new_page()
+    page.goto(f"file://{site}/ja/index.html")
+    page.wait_for_timeout(1000)
+    page.keyboard.press("Control+k")
+    page.wait_for_timeout(500)
+    page.keyboard.type(word)
+    found = page.get_by_text(re.compile(r"\d+ results"))
+    found.wait_for(timeout=10_000)
+    assert int(found.inner_text().split()[0]) > 5
+    page.close()
