@@ -86,12 +86,12 @@ def axe(tmp_path_factory):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_serious_fault(scheme, site, browser, axe):
-    for name in SHOWN:
+    for name in (SHOWN[0], SHOWN[1], SHOWN[5], SHOWN[6]):  # one of each kind: axe looks at every element
         page = browser.new_page(color_scheme=scheme)
         page.goto(f"file://{site}/{name}")
         page.wait_for_timeout(1000)  # its header fades in
         page.evaluate(axe)
-        found = page.evaluate("axe.run(document, {preload: false})")["violations"]
+        found = page.evaluate("axe.run(document, {preload: false, resultTypes: ['violations']})")["violations"]
         assert [(fault["id"], fault["nodes"][0]["html"]) for fault in found
                 if fault["impact"] in ("serious", "critical")] == [], name
         page.close()
