@@ -170,6 +170,17 @@ class Parent:
         """Return whether it has ended; the sentinel does not fail."""
         return False
 
+    def lives(self) -> bool:
+        """Return whether its process is there, maybe frozen."""
+        return os.getppid() == self.pid
+
+    def wait(self, seconds: float, also_stopping: bool = False) -> None:
+        """Wait for so long until it has ended, or with `also_stopping` torchrun is ending it."""
+        deadline = time.monotonic() + seconds
+        while (self.lives() and not (also_stopping and self.stopping)
+               and time.monotonic() < deadline):
+            time.sleep(BEAT_S / 10)
+
     def failure(self) -> watch.Failure:
         """Return how it ended: what torchrun does, it reports itself."""
         if self.stopping:
@@ -208,16 +219,18 @@ def watch_over(parent: Parent, args: Namespace, names: list[str], neighbours: ra
     verdict = launcher.watch({me: parent})
     # One line on each machine: from beside the rank to blame, or where that is not here, from the
     # first one. None if torchrun has begun to end all ranks: it shows why.
-    first = neighbours[0] == me and verdict is not None and verdict.rank not in neighbours
-    if verdict and not parent.stopping and (verdict.rank == me or first):
+    if verdict is None:
+        launcher.close(None)
+        return
+    reporter = verdict.rank if verdict.rank in neighbours else neighbours[0]
+    if me == reporter and not parent.stopping:
         watch.report(verdict, names)
     launcher.close(verdict)
-    if verdict:
-        with contextlib.suppress(OSError):
-            parent.link.send(b"!")  # the rank ends
-        deadline = time.monotonic() + 3 * BEAT_S
-        while os.getppid() == parent.pid and time.monotonic() < deadline:
-            time.sleep(BEAT_S / 10)
-        if os.getppid() == parent.pid:  # frozen; torchrun would wait for half a minute
-            os.kill(parent.pid, signal.SIGKILL)
-        worker.remove_leftovers([parent.pid], args)
+    if me != reporter:  # torchrun takes the first rank that ends for the cause, and ends the others
+        parent.wait(5 * BEAT_S, also_stopping=True)
+    with contextlib.suppress(OSError):
+        parent.link.send(b"!")  # the rank ends
+    parent.wait(3 * BEAT_S)
+    if parent.lives():  # frozen; torchrun would wait for half a minute
+        os.kill(parent.pid, signal.SIGKILL)
+    worker.remove_leftovers([parent.pid], args)
