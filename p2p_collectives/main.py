@@ -92,7 +92,8 @@ def run_nonblocking(rank: int, size: int, device: torch.device) -> Iterator[Outc
 
 def run_all_reduce(rank: int, size: int, device: torch.device) -> Iterator[Outcome]:
     """Sum over the ranks of a group."""
-    # Every rank must make every group, also those that it is not in: that is a collective of all.
+    # Every rank makes every group, in the same order, also those that it is not in: torch counts
+    # the groups, and their members find each other by that number.
     group = dist.new_group([0, 1])
     tensor = torch.ones(1, device=device)
     before = tensor.clone()
