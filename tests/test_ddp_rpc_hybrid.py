@@ -129,7 +129,7 @@ def test_training(tmp_path):
     last = metrics["epochs"][-10:]
     assert sum(epoch["accuracy"] for epoch in last) / 10 > 3 / 8  # chance is 1/8
     assert metrics["epochs"][-1]["loss"] < 0.6 * metrics["epochs"][0]["loss"]
-    lines = result.stdout.splitlines()
+    lines = [line for line in result.stdout.splitlines() if " of 40" not in line]  # printed where epochs are slow
     assert lines[0].startswith("[trainer0] epoch  10  loss ")
     assert lines[-2].startswith("2 trainers: loss 2.")
     assert "(chance 12%)" in lines[-2]

@@ -236,10 +236,10 @@ def warm_python(at_hand, monkeypatch):
         server.stdin.close()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_it_runs(at_hand, warm_python, capfd, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # these short runs gain nothing from threads, and other tests run beside
-    runs_quietly(at_hand, capfd, short=True, limit_s=100, server=warm_python)
+    runs_quietly(at_hand, capfd, short=True, limit_s=300, server=warm_python)
 
 
 @pytest.mark.soak
