@@ -42,6 +42,10 @@ COMMANDS = {
     "rpc_rl_check": "python rpc_rl/main.py --check",
     "rpc_rnn": "python rpc_rnn/main.py",
     "single_machine": "python model_parallel_resnet/single_machine.py",
+    "transformer": "python transformer_parallel/main.py",
+    "transformer_pipeline": "python transformer_parallel/pipeline.py",
+    "transformer_tensor": "python transformer_parallel/tensor_parallel.py",
+    "transformer_zero": "python transformer_parallel/zero.py",
     "single_machine_check": "python model_parallel_resnet/single_machine.py --check",
 }
 REPLAYS = {  # program and flags of runs that are short enough to be followed message by message

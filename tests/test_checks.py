@@ -17,6 +17,7 @@ RNN = f"--seed 7 --corpus {TEXT} --batch_size 4 --bptt 11 --ninp 9 --nhid 12 --l
 TABLE = "--seed 7 --num_embeddings 30 --embedding_dim 5 --num_classes 3 --lr 0.05 --sparse"
 SHARDS = "--seed 7 --arch resnet18 --num_classes 7 --lr 0.01"
 UPDATES = "--seed 7 --world_size 3 --arch resnet18 --batch_size 3 --image_size 36 --num_classes 5 --lr 0.01"
+LETTERS = "--seed 7 --seq_len 9 --lr 0.01 --blocks 2"
 ENVS = f"{RL} --envs sync --num_steps 30"
 
 # program: its rows, and how many comparisons each makes.
@@ -104,6 +105,10 @@ CHECKS = {
     "rpc_rnn.main": {f"{RNN} --nlayers 3 --dropout 0.5": 22, "--seed 7 --batch_size 1": 23},
     "rpc_rnn.prefetch": {f"{RNN} --nlayers 3 --dropout 0.5": 22},
     "rpc_rnn.several_trainers": {f"{RNN} --nlayers 3 --dropout 0.5 --world_size 4": 23},
+    "transformer_parallel.main": {f"{LETTERS} --world_size 3 --batch_size 12 --bucket_kb 300 --accumulate 2": 31},
+    "transformer_parallel.zero": {f"{LETTERS} --world_size 5 --batch_size 10": 37},
+    "transformer_parallel.tensor_parallel": {f"{LETTERS} --world_size 3 --batch_size 4": 19},
+    "transformer_parallel.pipeline": {f"{LETTERS} --world_size 3 --batch_size 6 --micro_batches 3 --blocks 7": 24},
 }
 QUICK = ("rpc_rl.fast", "ddp_rpc_hybrid.main", "rpc_rnn.main", "p2p_collectives.main")
 PLACE = {"help", "check", "rank", "master_addr", "master_port", "start_method", "timeout", "device", "output_dir"}
@@ -124,6 +129,8 @@ NOT_COMPARED = {  # flag, or (program, flag): why no row has it
     "--data_dir": "test_data.py",
     "--log_interval": "how often a line is printed",
     "--demo": "all of them run",
+    "--ways": "all of them run",
+    "--steps": OWN,
     "--ranks_per_machine": "all of them",
     "--file": "test_two_terminals",
     "--devices": "needs GPUs",

@@ -113,6 +113,14 @@ PROGRAMS = [
             {"rank1": "p2p_collectives.shared_memory:SharedMemory.all_reduce"}),
     Program("p2p_collectives.init_methods", "--method file --world_size 2", "rank0 rank1",
             {"rank1": "tests.sabotage:nothing"}),
+    Program("transformer_parallel.main", "--ways overlap --steps 100000 --world_size 2 --batch_size 4", "rank0 rank1",
+            {"rank1": "transformer_parallel.main:Overlap.finish"}),
+    Program("transformer_parallel.zero", "--ways zero3 --steps 100000 --world_size 2 --batch_size 4", "rank0 rank1",
+            {"rank1": "transformer_parallel.zero:ShardedUnit.free"}),
+    Program("transformer_parallel.tensor_parallel", "--ways sequence --steps 100000 --world_size 2 --batch_size 4",
+            "rank0 rank1", {"rank1": "transformer_parallel.tensor_parallel:vocabulary_loss"}),
+    Program("transformer_parallel.pipeline", "--ways 1f1b --steps 100000 --world_size 2", "rank0 rank1",
+            {"rank1": "transformer_parallel.pipeline:Pipeline.backward"}),
 ]
 FIRST_PROGRAMS = [program for program in PROGRAMS if program.lesson.endswith(".main")]  # one of each folder
 
@@ -335,13 +343,14 @@ def test_standstill(fault, clean, tmp_path, capfd):
     """Nobody comes back from a call that has no limit: the run tells so once, and goes on until a signal ends it."""
     stuck = [("rpc_rl.main", "agent"), ("rpc_rl.main", "observer1"), ("batch_rl.main", "observer1"),
              ("model_parallel_resnet.main", "master")]
-    runs = [Run(named(lesson), tmp_path, fault, role, [(TIMEOUT_S + 8, role, "SIGKILL")], OF_A_RANK["SIGKILL"],
-                TIMEOUT_S) for lesson, role in stuck]
+    patient_s = 2 * TIMEOUT_S  # who computes for ever takes a core from those who answer
+    runs = [Run(named(lesson), tmp_path, fault, role, [(patient_s + 8, role, "SIGKILL")], OF_A_RANK["SIGKILL"],
+                patient_s) for lesson, role in stuck]
     _, err = ends(runs, capfd)
     notes = [text for text in err.splitlines() if text.startswith("note:")]
     assert len(notes) == len(runs), err
     for run in runs:
-        expected = filled(STANDSTILL.line, run.rank, run.roles)
+        expected = filled(STANDSTILL.line, run.rank, run.roles, patient_s)
         assert any(re.fullmatch(expected, note) for note in notes), (expected, notes)
         who = f"rank {run.rank} ({run.roles[run.rank]})"
         assert any(f"{who} is at tests/sabotage.py:" in note for note in notes), notes

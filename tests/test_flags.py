@@ -77,6 +77,10 @@ PROGRAMS = {
     "rpc_rnn.main": [],
     "rpc_rnn.prefetch": [],
     "rpc_rnn.several_trainers": [],
+    "transformer_parallel.main": [],
+    "transformer_parallel.pipeline": [],
+    "transformer_parallel.tensor_parallel": [],
+    "transformer_parallel.zero": [],
 }
 MEMORY_BYTES = 24_000_000_000  # whatever this machine has
 HANG_S = 20  # for one call of `main`, on a machine that has much else to do

@@ -60,6 +60,10 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
     "p2p_collectives/ring_allreduce.py": ((1, 1), "--sizes 65536 --repeats 1"),
     "p2p_collectives/shared_memory.py": ((2, 2), "--sizes 65536 --repeats 1"),
     "p2p_collectives/init_methods.py": ((1, 1), "--method env"),
+    "transformer_parallel/main.py": ((1, 1), "--steps 1"),
+    "transformer_parallel/zero.py": ((1, 1), "--steps 1"),
+    "transformer_parallel/tensor_parallel.py": ((1, 1), "--steps 1"),
+    "transformer_parallel/pipeline.py": ((1, 1), "--steps 1"),
 }
 BY_RANK = ["batch_rl/main.py", "ddp_rpc_hybrid/main.py", "rpc_rnn/several_trainers.py", "model_parallel_resnet/main.py"]
 

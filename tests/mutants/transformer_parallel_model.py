@@ -1,0 +1,58 @@
+"""Mistakes in what cuts the model: `transformer_parallel/tensor_parallel.py` and `pipeline.py`."""
+
+from tests.mutants import Mutant
+
+TENSOR, PIPELINE = "transformer_parallel/tensor_parallel.py", "transformer_parallel/pipeline.py"
+SMALL = ("--steps", 2, "--seq_len", 6, "--batch_size", 6, "--world_size", 2)
+
+
+def _tensor(name, old, new, check):
+    return Mutant(name, TENSOR, old, new, check=check, flags=SMALL)
+
+
+def _pipeline(name, old, new, check, ranks=3):
+    return Mutant(name, PIPELINE, old, new, check=check,
+                  flags=(*SMALL[:-1], ranks, "--micro_batches", 6, "--blocks", 6))
+
+
+MUTANTS = [
+    _tensor("f sums nothing in backward", "        \"\"\"Sum over the ranks.\"\"\"\n        return all_reduced(gradient)\n",
+            "        \"\"\"Sum over the ranks.\"\"\"\n        return gradient\n", "tensor, gradients"),
+    _tensor("g sums once more in backward", "        \"\"\"Return the gradient: every rank has that of the sum.\"\"\"\n        return gradient\n",
+            "        return all_reduced(gradient)\n", "tensor, gradients"),
+    _tensor("the bias is added by every rank", "self.total.apply(F.linear(x, self.weight)) + self.bias",
+            "self.total.apply(F.linear(x, self.weight) + self.bias)", "tensor, gradients"),
+    _tensor("norms are not summed over the ranks", 'if "norm" in name or name.endswith(("out.bias", "down.bias")):',
+            'if name.endswith(("out.bias", "down.bias")):', "sequence, (gradients|calls)"),
+    _tensor("biases are not summed over the ranks", 'if "norm" in name or name.endswith(("out.bias", "down.bias")):',
+            'if "norm" in name:', "sequence, (gradients|calls)"),
+    _tensor("every rank is at the first places", "return vocabulary_loss(self.model(tokens, mine), following)",
+            "return vocabulary_loss(self.model(tokens), following)", "sequence, gradients"),
+    _tensor("characters of other ranks are looked up, too", "* here[..., None])", ")", "tensor, gradients"),
+    _tensor("the target of another rank counts", "logits.gather(-1, rows[..., None])[..., 0] * here",
+            "logits.gather(-1, rows[..., None])[..., 0]", "tensor, gradients"),
+    _tensor("each rank takes its own largest logit", "all_reduced(logits.detach().amax(dim=-1), dist.ReduceOp.MAX)",
+            "logits.detach().amax(dim=-1)", "tensor, (gradients|calls)"),
+    _tensor("the sum of all logits is this rank's", "total = Sum.apply(logits.exp().sum(dim=-1))",
+            "total = logits.exp().sum(dim=-1)", "tensor, (gradients|calls)"),
+    _tensor("the wrong half of the inputs", "part_of(layer.weight, 1), layer.bias",
+            "nn.Parameter(layer.weight.detach().chunk(dist.get_world_size(), 1)[-1 - dist.get_rank()].clone()), layer.bias",
+            "tensor, gradients"),
+    _pipeline("a micro-batch weighs as much as a batch", "loss_of(y, self.following[micro]) / self.m",
+              "loss_of(y, self.following[micro])", "gpipe, gradients"),
+    _pipeline("the targets of the first micro-batch", "self.following[micro]", "self.following[0]", "gpipe, gradients"),
+    _pipeline("all backwards at the end", "return in_turns(forwards, backwards, n - rank - 1)",
+              "return in_turns(forwards, backwards, m)", "1f1b, in flight"),
+    _pipeline("one forward more ahead", "return in_turns(forwards, backwards, n - rank - 1)",
+              "return in_turns(forwards, backwards, n - rank)", "1f1b, in flight"),
+    _pipeline("interleaved: one stage after the other", "first if within < n else second", "first if number < m else second",
+              "interleaved|error"),
+    _pipeline("what is held is never let go", "self.held.pop((stage, micro))", "self.held[stage, micro]", "1f1b, in flight"),
+    _pipeline("the first stage sends gradients, too", "        if stage > 0:\n", "        if stage >= 0:\n", "gpipe|error"),
+    _pipeline("messages have no tag", "return 2 * (micro * (self.last + 1) + min(source, to)) + (source < to)", "return 0",
+              "interleaved|error", ranks=2),
+    _pipeline("the loss of one rank is that of all", "results.mean_of_ranks(loss * self.n)", "results.mean_of_ranks(loss)",
+              "gpipe, losses"),
+    _pipeline("a backward takes as long as a forward", "            ends[action] = clocks[rank] = start + (1 if action.kind == \"F\" else 2)",
+              "            ends[action] = clocks[rank] = start + 1", "bubble"),
+]

@@ -1,0 +1,1 @@
+"""After 6_9: one small transformer, sharded every way."""

@@ -1,0 +1,319 @@
+"""The oracle of this folder: one process that has the whole model and the whole batch.
+
+Every program trains in each of its ways, in float64, in its own processes. After each step, what
+the ranks hold of gradients and weights is put together here, however that way has cut it, and held
+against that process; what they have sent and what they keep, against formulas.
+"""
+
+import importlib
+import math
+import random
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from common.launcher import launch
+from common.oracle import Comparison, verdict
+from common.recorder import Recorder, gathered
+from torch import optim
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from transformer_parallel import main as tutorial
+from transformer_parallel.model import Shape, Transformer
+
+TOLERANCE, WHY = 1e-9, "float64 sums in another order"
+STEPS = 3
+FLOAT64 = 8  # bytes
+State = dict[str, torch.Tensor]
+
+
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Print what was compared; return `{what: difference}` where it is reported, else None."""
+    args.steps, args.program = min(args.steps, STEPS), program.__name__
+    return verdict(launch(record, args, program.role_name))
+
+
+def record(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run the program, recorded; return the findings on rank 0."""
+    torch.set_default_dtype(torch.float64)
+    everyone = []  # for each way: of each rank, its steps: (gradients, weights)
+    with Recorder() as recorder:
+        @recorder.around(tutorial, "train")
+        def train(original, rank, size, make_way, args):
+            steps = []
+
+            def recorded_way(model, args):
+                way = make_way(model, args)
+                after_step = way.after_step
+
+                def noted():
+                    gradients = held(way, "grad")  # ZeRO drops them
+                    after_step()
+                    steps.append((gradients, held(way, "data")))
+
+                way.after_step = noted
+                return way
+
+            torch.manual_seed(rank)  # nothing may depend on what was drawn before
+            measured = original(rank, size, recorded_way, args)
+            everyone.append(gathered(steps))
+            return measured
+
+        result = importlib.import_module(args.program).run_worker(rank, world_size, args)
+    return compare(everyone, result["measured"], args) if rank == 0 else None
+
+
+def held(way: object, what: str) -> State:
+    """Copy what this rank holds, by name: of its parameters, or of the parts that ZeRO has cut.
+
+    Args:
+        way: of the program.
+        what: "grad" or "data".
+    """
+    named = {re.sub(r"^(module|\d+)\.", "", name): parameter
+             for name, parameter in way.model.named_parameters()}
+    units = getattr(way, "units", [])
+    sharded = [unit.whole.untyped_storage().nbytes() == 0 for unit in units]
+    if units and (what == "grad" or any(sharded)):
+        named = {f"unit {number}": unit.part for number, unit in enumerate(units)}
+    return {name: copied(getattr(parameter, what)) for name, parameter in named.items()}
+
+
+def copied(value: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the CPU; of a DTensor, what is here."""
+    value = value.to_local() if isinstance(value, DTensor) else value
+    return value.detach().cpu().clone()
+
+
+def compare(everyone: list[list[list[tuple[State, State]]]], measured: dict[str, list[dict]],
+            args: Namespace) -> dict:
+    """Hold what all ranks have recorded, and what is reported, against one process."""
+    findings = Comparison(f"{args.world_size} processes")
+    losses, *oracle = single_process(args)
+    for (way, reported), of_ranks in zip(measured.items(), everyone, strict=True):
+        for what, (name, states) in enumerate(zip(("gradients", "weights"), oracle, strict=True)):
+            steps = [[rank[step][what] for rank in of_ranks] for step in range(args.steps)]
+            pairs = [together(step, whole) for step, whole in zip(steps, states, strict=True)]
+            findings.close(f"{way}, {name}", *zip(*pairs, strict=True), TOLERANCE, WHY,
+                           scale_at_least=1e-6)
+        for rank in reported:
+            if rank["losses"] != reported[0]["losses"]:
+                findings.holds(f"{way}, losses", False, "they differ between ranks")
+        findings.close(f"{way}, losses", reported[0]["losses"], losses, TOLERANCE, WHY)
+        hold_costs(findings, way, reported, args)
+    return findings.as_dict()
+
+
+def together(states: list[State], whole: State) -> tuple[State, State]:
+    """Put together what the ranks hold; return it, and what one process has in the same form.
+
+    A tensor that a rank has whole is held as a copy of its own. What is smaller was cut along the
+    first dimension that is: the parts are side by side, in the order of the ranks.
+
+    Args:
+        states: of each rank.
+        whole: of one process.
+    """
+    if any(name.startswith("unit") for name in states[0]):
+        units = {}
+        for name, tensor in whole.items():
+            units.setdefault(re.match(r"blocks\.\d+|\w+", name)[0], []).append(tensor.flatten())
+        whole = {f"unit {number}": torch.cat(unit) for number, unit in enumerate(units.values())}
+        states = [{name: torch.cat([state[name] for state in states])[: len(whole[name])]
+                   for name in states[0]}]
+    ours, theirs = {}, {}
+    for name, tensor in whole.items():
+        found = [state[name] for state in states if name in state]
+        if found and found[0].shape != tensor.shape:
+            cut = next(dim for dim in range(tensor.dim())
+                       if found[0].shape[dim] != tensor.shape[dim])
+            found = [torch.cat(found, cut)]
+        ours[name], theirs[name] = found, [tensor] * max(1, len(found))
+    return ours, theirs
+
+
+def single_process(args: Namespace) -> tuple[list[float], list[State], list[State]]:
+    """Train alone, on whole batches; return losses, gradients and weights of each step."""
+    torch.manual_seed(args.seed)
+    model = Transformer(Shape(blocks=args.blocks))
+    weights = {name: parameter.detach().clone().requires_grad_()
+               for name, parameter in model.named_parameters()}
+    optimizer = optim.AdamW(weights.values(), lr=args.lr)
+    losses, gradients, states = [], [], []
+    for step in range(args.steps):
+        tokens = characters(step, args)
+        optimizer.zero_grad()
+        logits = forward(weights, tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: weight.grad.clone() for name, weight in weights.items()})
+        optimizer.step()
+        states.append({name: weight.detach().clone() for name, weight in weights.items()})
+    return losses, gradients, states
+
+
+def forward(weights: State, tokens: torch.Tensor) -> torch.Tensor:
+    """Compute the logits of the whole model, with attention written out."""
+    shape, length = Shape(), tokens.shape[1]
+    x = weights["embedding.weight"][tokens]
+    angles = torch.arange(length)[:, None] * torch.exp(
+        torch.arange(0, shape.units, 2) * (-9.21 / shape.units))
+    x = x + torch.cat([angles.sin(), angles.cos()], dim=1)
+    later = torch.full((length, length), -math.inf).triu(1)
+
+    def layer(x, name):
+        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
+
+    def norm(x, name):
+        return F.layer_norm(x, (shape.units,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    for number in range(sum(name.endswith("norm1.weight") for name in weights)):
+        block = f"blocks.{number}"
+        h = norm(x, f"{block}.norm1")
+        q, k, v = (layer(h, f"{block}.attention.{name}").unflatten(-1, (shape.heads, -1))
+                   for name in ("query", "key", "value"))
+        scores = torch.einsum("nihd,njhd->nhij", q, k) / math.sqrt(shape.units / shape.heads)
+        mixed = torch.einsum("nhij,njhd->nihd", (scores + later).softmax(-1), v)
+        x = x + layer(mixed.flatten(2), f"{block}.attention.out")
+        h = layer(norm(x, f"{block}.norm2"), f"{block}.mlp.up")
+        x = x + layer(h * (1 + torch.erf(h / math.sqrt(2))) / 2, f"{block}.mlp.down")
+    return layer(norm(x, "norm"), "head")
+
+
+def characters(step: int, args: Namespace) -> torch.Tensor:
+    """Make the batch of a step: (batch_size, seq_len + 1)."""
+    draw, rows = random.Random(f"{args.seed} {step}"), []
+    for _ in range(args.batch_size):
+        skipped, text = draw.randrange(6), ""
+        while len(text) < skipped + args.seq_len + 1:
+            a, b = draw.randrange(100), draw.randrange(100)
+            text += f"{a}+{b}={a + b}\n"
+        rows.append([95 if letter == "\n" else ord(letter) - 32
+                     for letter in text[skipped : skipped + args.seq_len + 1]])
+    return torch.tensor(rows)
+
+
+def hold_costs(findings: Comparison, way: str, reported: list[dict], args: Namespace) -> None:
+    """Hold what the ranks have sent in a step, and what they hold, against the formulas."""
+    n, sizes = args.world_size, {name: parameter.shape for name, parameter in
+                                 Transformer(Shape(blocks=args.blocks)).named_parameters()}
+    formula = FORMULAS.get(way)
+    if formula is None:
+        return
+    expected = formula(args, n, sizes)
+    most = max(reported, key=lambda rank: sum(rank["sent"].values()))
+    if "calls" in expected:
+        findings.equal(f"{way}, calls", [most["calls"]], [expected["calls"]], "counted, derived")
+    findings.close(f"{way}, bytes sent", [sum(most["sent"].values())], [expected["sent"]], 1e-12,
+                   "counted, derived; by the rank that sends most")
+    for what in ("weights", "gradients", "state"):
+        if what in expected:
+            findings.close(f"{way}, {what} held",
+                           [max(rank["held"][what] for rank in reported)], [expected[what]],
+                           1e-12, "bytes of the rank that holds most")
+    for what, value in expected.get("figures", {}).items():
+        findings.close(f"{way}, {what}", [max(rank["figures"][what] for rank in reported)],
+                       [value], 1e-12, "the formula")
+
+
+def replicas(args: Namespace, n: int, sizes: dict[str, torch.Size], calls: int | None = None,
+             ) -> dict:
+    """Compute the costs where every rank has all: 2 P (n-1)/n are sent, P, P and 2 P held."""
+    p = FLOAT64 * sum(map(math.prod, sizes.values()))
+    return {"sent": 2 * p * (n - 1) / n, "weights": p, "gradients": p, "state": 2 * p,
+            **({} if calls is None else {"calls": {"all_reduce": calls}})}
+
+
+def buckets(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
+    """Compute the same in buckets, of which each is full with what makes it long enough."""
+    count, held = 1, 0
+    for size in reversed(sizes.values()):
+        if held >= args.bucket_kb * 1000:
+            count, held = count + 1, 0
+        held += FLOAT64 * math.prod(size)
+    return replicas(args, n, sizes, count)
+
+
+def zero(stage: int) -> Callable[..., dict]:
+    """Return the formula of a stage of ZeRO; each unit is padded to parts of the same length."""
+    def formula(args, n, sizes):
+        units = {}
+        for name, size in sizes.items():
+            unit = re.match(r"blocks\.\d+|\w+", name)[0]
+            units[unit] = units.get(unit, 0) + math.prod(size)
+        whole = FLOAT64 * sum(units.values())
+        part = FLOAT64 * sum(math.ceil(unit / n) for unit in units.values())
+        padded = n * part
+        gathers = 2 if stage == 3 else 1
+        return {"calls": {"all_gather": gathers * len(units), "reduce_scatter": len(units)},
+                "sent": (1 + gathers) * part * (n - 1),
+                "weights": part if stage == 3 else padded,
+                "gradients": whole if stage == 1 else part, "state": 2 * part}
+    return formula
+
+
+def fsdp(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
+    """Compute what `fully_shard` sends and holds: it pads each parameter to as many rows."""
+    part = FLOAT64 * sum(math.ceil(size[0] / n) * math.prod(size[1:]) for size in sizes.values())
+    return {"sent": 3 * part * (n - 1), "state": 2 * sum(
+        FLOAT64 * min(math.ceil(size[0] / n), size[0]) * math.prod(size[1:])
+        for size in sizes.values())}
+
+
+def tensor(sequence: bool) -> Callable[..., dict]:
+    """Return the formula of tensor parallelism; with `sequence`, an all-reduce is two halves."""
+    def formula(args, n, sizes):
+        ring = (n - 1) / n
+        tokens = FLOAT64 * args.batch_size * args.seq_len
+        activations = tokens * Shape().units
+        passes = 4 * args.blocks + 2  # two each in a block, forward and backward; embedding, head
+        # Of a block: two norms and two biases; of the model a norm. The loss: maximum, sum, target.
+        small = 3 * tokens
+        calls = {"all_reduce": 3}
+        replicated = {name: size for name, size in sizes.items()
+                      if "norm" in name or name.endswith(("out.bias", "down.bias"))}
+        if sequence:
+            calls["all_reduce"] += len(replicated)
+            calls |= {"all_gather": passes, "reduce_scatter": passes}
+            small += FLOAT64 * sum(map(math.prod, replicated.values()))
+        else:
+            calls["all_reduce"] += passes
+        held = FLOAT64 * sum(math.prod(size) / (1 if name in replicated else n)
+                             for name, size in sizes.items())
+        return {"calls": calls, "sent": 2 * ring * (passes * activations + small),
+                "weights": held, "gradients": held, "state": 2 * held}
+    return formula
+
+
+def pipeline(stages: int, in_flight: Callable[[int, int], int]) -> Callable[..., dict]:
+    """Return the formula of a pipeline with so many stages on each rank.
+
+    Args:
+        stages: of a rank.
+        in_flight: `in_flight(ranks, micro_batches)`: what the fullest rank holds.
+    """
+    def formula(args, n, sizes):
+        m = args.micro_batches
+        activations = FLOAT64 * args.batch_size * args.seq_len * Shape().units
+        # In the middle, each stage of a rank sends a batch on, and its gradients back; the rank of
+        # the first stage sends none back, that of the last one none on.
+        batches = 2 * stages - (1 if n == 2 else 0)
+        return {"calls": {"send": m * batches}, "sent": activations * batches,
+                "figures": {"in flight": in_flight(n, m),
+                            "bubble": (n - 1) / (stages * m + n - 1)}}
+    return formula
+
+
+FORMULAS = {
+    "each": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)),
+    "replicas": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)),
+    "buckets": buckets, "overlap": buckets, "ddp": replicas,
+    "zero1": zero(1), "zero2": zero(2), "zero3": zero(3), "fsdp": fsdp,
+    "tensor": tensor(False), "sequence": tensor(True),
+    "gpipe": pipeline(1, lambda n, m: m), "1f1b": pipeline(1, min),
+    "interleaved": pipeline(2, lambda n, m: min(2 * m, 3 * n - 1)),
+}

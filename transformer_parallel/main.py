@@ -1,0 +1,309 @@
+r"""Data parallelism written out: each rank has the whole model and a part of the batch.
+
+The gradients of all ranks are averaged, so that all make the same step. How, is what differs:
+
+    each       after the backward, an all-reduce for each gradient
+    buckets    after the backward, an all-reduce for each megabyte of gradients
+    overlap    the same, each as soon as its gradients are there: backward goes on meanwhile
+    ddp        torch's DistributedDataParallel, which is the third
+
+    backward   [ head ][ block 3 ][ block 2 ][ block 1 ][ block 0 ]
+    overlap             [ bucket 0 ][ bucket 1 ][ bucket 2 ][ ... ]  <- sent meanwhile
+
+    python transformer_parallel/main.py                        all four, on four ranks
+    python transformer_parallel/main.py --ways overlap --bucket_kb 100
+    python transformer_parallel/main.py --accumulate 2         two backwards for each step
+    python transformer_parallel/main.py --check                the same numbers as one process?
+    torchrun --nproc_per_node 4 transformer_parallel/main.py
+
+It ends with:
+    1,030,752 parameters on 4 ranks: the last losses of each, buckets, overlap, ddp differ by 0e+00
+"""
+
+import contextlib
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from common import report
+from common.cli import Parser, bounded, refuse, require_memory
+from common.program import run_program
+from common.session import backend_for, device_for, group_options
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from transformer_parallel import results
+from transformer_parallel.data import batch_of
+from transformer_parallel.model import Shape, Transformer, loss_of
+from transformer_parallel.traffic import Traffic
+
+
+def role_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank: all ranks do the same."""
+    return f"rank{rank}"
+
+
+class Each:
+    """Averages each gradient by itself, when backward is over."""
+
+    def __init__(self, model: nn.Module, args: Namespace) -> None:
+        self.model, self.size = model, dist.get_world_size()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return what this rank's optimizer steps."""
+        return self.model.parameters()
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a batch."""
+        return whole.chunk(self.size)[dist.get_rank()]
+
+    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of what this rank has of the batch."""
+        return loss_of(self.model(tokens), following)
+
+    def forward_backward(self, tokens: torch.Tensor, following: torch.Tensor,
+                         accumulate: int) -> torch.Tensor:
+        """Add up the gradients of so many pieces of this rank's part; return the loss of all."""
+        loss = torch.zeros((), device=tokens.device)
+        pieces = zip(tokens.chunk(accumulate), following.chunk(accumulate), strict=True)
+        for number, piece in enumerate(pieces, start=1):
+            with contextlib.nullcontext() if number == accumulate else self.no_sync():
+                piece_loss = self.loss(*piece) / accumulate
+                piece_loss.backward()
+            loss += piece_loss.detach()
+        return loss
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        """Return what stands around a backward whose gradients are not averaged yet."""
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Average the gradients, or wait until they are averaged."""
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.size
+
+    def after_step(self) -> None:
+        """Do what remains to be done when the optimizer has stepped: here, nothing."""
+
+    def reported(self, loss: torch.Tensor) -> float:
+        """Return the loss of the whole batch, on all ranks."""
+        return results.mean_of_ranks(loss)
+
+    def figures(self) -> dict[str, float]:
+        """Return what else there is to be shown of this way, by its heading."""
+        return {}
+
+
+class Buckets(Each):
+    """Averages many gradients at once: they lie in a few long vectors, in backward's order."""
+
+    def __init__(self, model: nn.Module, args: Namespace) -> None:
+        super().__init__(model, args)
+        self.buckets = []  # (vector, its parameters); each gradient is a view of a vector
+        for parameters in cut(list(model.parameters())[::-1], args.bucket_kb * 1000):
+            sizes = [parameter.numel() for parameter in parameters]
+            vector = parameters[0].new_zeros(sum(sizes))
+            for parameter, piece in zip(parameters, vector.split(sizes), strict=True):
+                parameter.grad = piece.view_as(parameter)
+            self.buckets.append((vector, parameters))
+
+    def finish(self) -> None:
+        """Average the vectors."""
+        for vector, _ in self.buckets:
+            dist.all_reduce(vector)
+            vector /= self.size
+
+
+class Overlap(Buckets):
+    """Sends a bucket as soon as it is full, while backward computes the next gradients."""
+
+    def __init__(self, model: nn.Module, args: Namespace) -> None:
+        super().__init__(model, args)
+        self.syncing, self.works = True, []
+        self.missing = [len(parameters) for _, parameters in self.buckets]
+        for number, (_, parameters) in enumerate(self.buckets):
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, number=number: self.one_is_there(number))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward only add to the gradients."""
+        self.syncing = False
+        yield
+        self.syncing = True
+
+    def one_is_there(self, number: int) -> None:
+        """Note a gradient of a bucket; autograd calls it. The last one sends the bucket."""
+        if self.syncing:
+            self.missing[number] -= 1
+            # All ranks have the same graph, so they fill their buckets in the same order. DDP,
+            # which cannot know, sends them in the order of their numbers.
+            if self.missing[number] == 0:
+                self.works.append(dist.all_reduce(self.buckets[number][0], async_op=True))
+
+    def finish(self) -> None:
+        """Wait for what is still on its way."""
+        for work in self.works:
+            work.wait()
+        for vector, _ in self.buckets:
+            vector /= self.size
+        self.works, self.missing = [], [len(parameters) for _, parameters in self.buckets]
+
+
+class Torchs(Each):
+    """Leaves it to DistributedDataParallel, whose backward ends when all is averaged."""
+
+    def __init__(self, model: nn.Module, args: Namespace) -> None:
+        super().__init__(DDP(model, bucket_cap_mb=args.bucket_kb * 1000 / 2**20), args)
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        """Return DDP's own."""
+        return self.model.no_sync()
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+WAYS = {"each": Each, "buckets": Buckets, "overlap": Overlap, "ddp": Torchs}
+
+
+def cut(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:
+    """Cut a list into lists: each is full with the parameter that makes it so many bytes."""
+    lists, held = [[]], 0
+    for parameter in parameters:
+        if held >= n_bytes:
+            lists.append([])
+            held = 0
+        lists[-1].append(parameter)
+        held += parameter.nbytes
+    return lists
+
+
+def train(rank: int, world_size: int, make_way: type[Each], args: Namespace) -> dict:
+    """Train in one way.
+
+    Returns:
+        The loss of each step, as the mean of all ranks; the seconds of each step, and how many of
+        them this rank has only waited for gradients; of the last step, what it has sent, and what
+        this rank holds at the end of backward.
+    """
+    device = device_of_ranks(args)
+    torch.manual_seed(args.seed)  # the same weights on all ranks
+    way = make_way(Transformer(Shape(blocks=args.blocks)).to(device), args)
+    optimizer = optim.AdamW(way.parameters(), lr=args.lr)
+    losses, seconds, waited = [], [], []
+    for step in range(args.steps):
+        tokens, following = (way.part(whole).to(device) for whole in batch_of(step, args))
+        last_step = step == args.steps - 1
+        with Traffic() if last_step else contextlib.nullcontext() as traffic:
+            began = time.perf_counter()
+            optimizer.zero_grad(set_to_none=False)  # the gradients stay where they are
+            loss = way.forward_backward(tokens, following, args.accumulate)
+            held = results.held_bytes(way, optimizer) if last_step else {}
+            computed = time.perf_counter()
+            way.finish()
+            waited.append(time.perf_counter() - computed)
+            optimizer.step()
+            way.after_step()
+            seconds.append(time.perf_counter() - began)
+        losses.append(report.require_finite(way.reported(loss), f"in step {step + 1}"))
+    return {"losses": losses, "seconds": seconds, "waited": waited,
+            "calls": dict(traffic.calls), "sent": dict(traffic.sent),
+            "held": held, "figures": way.figures()}
+
+
+def device_of_ranks(args: Namespace) -> torch.device:
+    """Return a GPU where each rank has one of its own, with nccl; else the CPU, with gloo."""
+    device = device_for(args.device)
+    return torch.device("cpu") if backend_for(device) == "gloo" else device
+
+
+def run_worker(rank: int, world_size: int, args: Namespace,
+               ways: Mapping[str, type[Each]] = WAYS) -> dict | None:
+    """Join, train in each way, leave; rank 0 returns what all have measured."""
+    dist.init_process_group(**group_options(args, device_of_ranks(args)), rank=rank,
+                            world_size=world_size)
+    measured = {}
+    for name in args.ways:
+        measured[name] = [None] * world_size
+        dist.all_gather_object(measured[name], train(rank, world_size, ways[name], args))
+        if rank == 0:
+            report.log("rank0", f"{name}: loss {measured[name][0]['losses'][-1]:.4f} "
+                                f"after {args.steps} steps")
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    return {"backend": backend, "measured": measured} if rank == 0 else None
+
+
+def shared_parser(example: str, description: str, ways: Mapping[str, type[Each]]) -> Parser:
+    """Return the parser of the flags that all programs of this folder have.
+
+    Args:
+        example: the name of the program.
+        description: its docstring.
+        ways: what `--ways` can name; all, if it is not given.
+    """
+    parser = Parser(example, description, world_size=4, min_world_size=2)
+    add, count = parser.add_argument, bounded(int, at_least=1)
+    add("--ways", choices=ways, nargs="+", default=list(ways), metavar="WAY",
+        help=f"some of {', '.join(ways)}")
+    add("--steps", type=count, default=10, metavar="N", help="optimizer steps of each way")
+    add("--batch_size", type=count, default=24, metavar="N", help="rows of all ranks, in a step")
+    add("--seq_len", type=count, default=64, metavar="N", help="characters in a row")
+    add("--lr", type=bounded(float, above=0), default=0.001, help="learning rate of AdamW")
+    add("--blocks", type=bounded(int, at_least=1, at_most=1000), default=4, metavar="N",
+        help="of the model; each has 250,704 parameters")
+    parser.set_defaults(accumulate=1)
+    return parser
+
+
+def build_parser() -> Parser:
+    """Return the parser of this program's flags."""
+    parser = shared_parser("transformer_parallel", __doc__, WAYS)
+    add, count = parser.add_argument, bounded(int, at_least=1)
+    add("--bucket_kb", type=count, default=1000, metavar="N",
+        help="kilobytes of gradients that are sent together")
+    add("--accumulate", type=count, default=1, metavar="N",
+        help="backwards of each step, whose gradients are added up")
+    return parser
+
+
+def require_room(args: Namespace) -> None:
+    """Refuse a model and a batch that do not fit into the memory of this machine.
+
+    Raises:
+        SystemExit: 2 after one line.
+    """
+    shape = Shape()
+    weights = 12 * shape.units**2 * args.blocks
+    of_token = (40 * shape.units + 3 * shape.heads * args.seq_len) * args.blocks
+    held = 4 * (4 * weights + of_token * args.seq_len * args.batch_size)
+    require_memory(args, ["blocks", "batch_size", "seq_len"], held)
+
+
+def require_equal_parts(args: Namespace) -> None:
+    """Refuse a batch that does not divide: the mean of means of unequal parts is not the mean.
+
+    Raises:
+        SystemExit: 2 after one line.
+    """
+    if args.batch_size % (args.world_size * args.accumulate):
+        backwards = f" x {args.accumulate} backwards" if args.accumulate > 1 else ""
+        refuse(f"--batch_size {args.batch_size} must be a multiple of {args.world_size} "
+               f"ranks{backwards}: every part has as many rows")
+
+
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
+    args = build_parser().parse_args(argv)
+    require_room(args)
+    require_equal_parts(args)
+    return run_program(run_worker, args, role_name, results.finish)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The model of this folder: a decoder-only transformer, in plain PyTorch. No parallelism here.
+
+    tokens (N, T) -> embedding + positions -> 4 x Block -> norm -> head -> logits (N, T, vocabulary)
+
+    Block:   x + attention(norm1(x)), then x + mlp(norm2(x))
+
+With 144 units and 4 blocks it has 1,030,752 parameters, 97% of them in the blocks. The programs
+around it change where its weights, activations and layers are; none changes what it computes.
+
+Sources: "Attention Is All You Need" (https://arxiv.org/abs/1706.03762) for attention and positions;
+GPT-2 for norms in front of the layers.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Shape(NamedTuple):
+    """Says how large the model is. 144 units and 12 heads divide by 2, 3 and 4 ranks."""
+
+    vocabulary: int = 96
+    units: int = 144
+    heads: int = 12
+    blocks: int = 4
+
+
+class Attention(nn.Module):
+    """Lets each token look at itself and those before it: (N, T, units) to (N, T, units)."""
+
+    def __init__(self, units: int, heads: int) -> None:
+        super().__init__()
+        self.head_units = units // heads
+        # Three layers and not one of three times the width: each divides by heads.
+        self.query, self.key, self.value = (nn.Linear(units, units) for _ in range(3))
+        self.out = nn.Linear(units, units)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend; with a part of the heads, as in tensor_parallel.py, there are fewer of them."""
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_units)).transpose(1, 2)
+                   for layer in (self.query, self.key, self.value))  # (N, heads, T, head_units)
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Compute softmax(q k' / sqrt(head_units)) v without the tokens that come later."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class MLP(nn.Module):
+    """Transforms each token by itself: (N, T, units) to (N, T, units)."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(units, 4 * units), nn.Linear(4 * units, units)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute four times as many units, and from those as many as before."""
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Adds to each token what attention, and then the MLP, find: (N, T, units) to the same."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(shape.units), nn.LayerNorm(shape.units)
+        self.attention, self.mlp = Attention(shape.units, shape.heads), MLP(shape.units)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the block."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """Predicts, after each token, the next one: logits of (N, T, vocabulary) from (N, T).
+
+    The head has weights of its own; GPT-2 takes the embedding's.
+    """
+
+    def __init__(self, shape: Shape | None = None) -> None:
+        super().__init__()
+        shape = shape or Shape()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.units)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
+        self.norm = nn.LayerNorm(shape.units)
+        self.head = nn.Linear(shape.units, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the logits of tokens that stand at `places` (T,): by default, 0 to T-1."""
+        x = embed(self.embedding, tokens, places)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def embed(embedding: nn.Module, tokens: torch.Tensor,
+          places: torch.Tensor | None = None) -> torch.Tensor:
+    """Look up a vector for each token (N, T), and add one for its place: (N, T, units)."""
+    x = embedding(tokens)
+    if places is None:
+        places = torch.arange(x.shape[1], device=x.device)
+    return x + positions(places, x.shape[2]).to(x.dtype)
+
+
+def positions(places: torch.Tensor, units: int) -> torch.Tensor:
+    """Compute sines and cosines of each place (T,): (T, units). Nothing in them is learned."""
+    frequencies = torch.exp(torch.arange(0, units, 2, device=places.device) * (-9.21 / units))
+    angles = places[:, None] * frequencies.to(torch.get_default_dtype())
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of logits (N, T, vocabulary) and next tokens (N, T)."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())

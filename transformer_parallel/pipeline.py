@@ -1,0 +1,288 @@
+r"""Pipeline parallelism: each rank has some blocks; micro-batches pass through all of them.
+
+Stage s is on rank s % ranks. Whoever waits for the stage before (in backward, behind) is idle: the
+bubble. The order in which a rank computes decides how long, and how many micro-batches it holds:
+
+    --ways        order of a rank                      bubble                  held at most
+    gpipe         all forwards, then all backwards     (n-1) / (m+n-1)         m
+    1f1b          a backward as soon as there is one   the same                n - rank
+    interleaved   two short stages in place of one     (n-1) / (2m+n-1)        more than 1f1b
+    pipelining    torch's Schedule1F1B, the second
+
+Of n ranks and m micro-batches, where a backward takes twice as long as a forward. Here four ranks
+share what cores there are, so the seconds show no bubble; it is computed from the order.
+
+    1f1b, 3 ranks, 4 micro-batches
+    rank 0   F0 F1 F2 . . . . B0  F3 B1  . B2  . B3
+    rank 1      F0 F1 . . B0  F2  B1 F3  B2  . B3
+    rank 2         F0 B0  F1 B1   F2 B2  F3 B3
+
+    python transformer_parallel/pipeline.py                 all four, on four ranks
+    python transformer_parallel/pipeline.py --micro_batches 4
+    python transformer_parallel/pipeline.py --check         the same numbers as one process?
+
+Sources: Huang et al., "GPipe", https://arxiv.org/abs/1811.06965; Narayanan et al., "PipeDream",
+https://arxiv.org/abs/1806.03377, and for `interleaved` https://arxiv.org/abs/2104.04473.
+"""
+
+from argparse import Namespace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from common.cli import Parser, bounded, refuse
+from common.program import run_program
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from transformer_parallel import main as tutorial
+from transformer_parallel import results
+from transformer_parallel.main import Each, role_name
+from transformer_parallel.model import Transformer, embed, loss_of
+
+
+class Action(NamedTuple):
+    """Is one thing that a rank computes: "F" or "B", of a micro-batch, in one of its stages."""
+
+    kind: str
+    micro: int
+    stage: int
+
+
+def gpipe(rank: int, n: int, m: int) -> list[Action]:
+    """Return the order of a rank: all forwards, then all backwards."""
+    return [*(Action("F", i, rank) for i in range(m)), *(Action("B", i, rank) for i in range(m))]
+
+
+def one_f_one_b(rank: int, n: int, m: int) -> list[Action]:
+    """Return the order of a rank: from its first backward on, a forward and a backward in turns."""
+    forwards = [Action("F", i, rank) for i in range(m)]
+    backwards = [Action("B", i, rank) for i in range(m)]
+    return in_turns(forwards, backwards, n - rank - 1)
+
+
+def interleaved(rank: int, n: int, m: int) -> list[Action]:
+    """Return the order of a rank that has two stages: n micro-batches in one, then in the other."""
+    def of(number, first, second):
+        group, within = divmod(number, 2 * n)
+        return group * n + within % n, first if within < n else second
+
+    forwards = [Action("F", *of(number, rank, rank + n)) for number in range(2 * m)]
+    backwards = [Action("B", *of(number, rank + n, rank)) for number in range(2 * m)]
+    return in_turns(forwards, backwards, 2 * (n - rank - 1) + n)
+
+
+def in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    """Mix two lists: so many forwards ahead, then one of each, at last the other backwards."""
+    ahead = min(ahead, len(forwards))
+    order = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        order += [forward, backward]
+    return order + backwards[len(forwards) - ahead:]
+
+
+class Stage(nn.Module):
+    """Is some blocks of a model, of which the first has the embedding and the last the head."""
+
+    def __init__(self, model: Transformer, number: int, of: int) -> None:
+        super().__init__()
+        blocks = list(range(len(model.blocks)))
+        mine = torch.tensor(blocks).tensor_split(of)[number].tolist()
+        # By the names that they have in the model: a checkpoint of all stages is one of the model.
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in mine})
+        self.embedding = model.embedding if number == 0 else None
+        self.norm, self.head = (model.norm, model.head) if number == of - 1 else (None, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the blocks, of tokens (N, T) or of what the stage before has sent."""
+        x = x if self.embedding is None else embed(self.embedding, x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+class Pipeline(Each):
+    """Computes the actions of this rank, in the order of a schedule.
+
+    Every rank has the whole batch: the first stage reads the tokens, the last one those after them.
+    """
+
+    schedule, stages_of_rank = staticmethod(gpipe), 1
+
+    def __init__(self, model: Transformer, args: Namespace) -> None:
+        self.n, self.rank, self.m = dist.get_world_size(), dist.get_rank(), args.micro_batches
+        self.width = model.embedding.embedding_dim
+        self.last = self.n * self.stages_of_rank - 1  # the number of the last stage
+        self.stages = nn.ModuleDict({str(stage): Stage(model, stage, self.last + 1)
+                                     for stage in range(self.rank, self.last + 1, self.n)})
+        super().__init__(self.stages, args)
+        self.order, self.in_flight = self.schedule(self.rank, self.n, self.m), 0
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the whole batch."""
+        return whole
+
+    def forward_backward(self, tokens: torch.Tensor, following: torch.Tensor,
+                         accumulate: int) -> torch.Tensor:
+        """Compute all actions; return the loss, where the last stage is, and 0 elsewhere."""
+        self.tokens, self.following = tokens.chunk(self.m), following.chunk(self.m)
+        self.held, self.sending = {}, []  # {(stage, micro): (input, output)}; [(request, tensor)]
+        self.total = torch.zeros((), device=tokens.device)
+        for kind, micro, stage in self.order:
+            (self.forward if kind == "F" else self.backward)(stage, micro)
+            self.in_flight = max(self.in_flight, len(self.held))
+        for request, _ in self.sending:
+            request.wait()
+        return self.total
+
+    def forward(self, stage: int, micro: int) -> None:
+        """Compute a micro-batch in a stage, and send it on."""
+        x = self.tokens[micro] if stage == 0 else self.receive(stage, micro, stage - 1)
+        y = self.stages[str(stage)](x)
+        if stage == self.last:
+            y = loss_of(y, self.following[micro]) / self.m
+            self.total += y.detach()
+        else:
+            self.send(y.detach(), stage, micro, stage + 1)
+        self.held[stage, micro] = x, y
+
+    def backward(self, stage: int, micro: int) -> None:
+        """Take a micro-batch back through a stage, and send the gradient of its input back."""
+        x, y = self.held.pop((stage, micro))
+        y.backward(None if stage == self.last else self.receive(stage, micro, stage + 1))
+        if stage > 0:
+            self.send(x.grad, stage, micro, stage - 1)
+
+    def send(self, tensor: torch.Tensor, stage: int, micro: int, to: int) -> None:
+        """Send without waiting: the other rank may itself be sending."""
+        # Of two ranks, one sends the other activations and gradients, in another order than it
+        # takes them: the tag tells them apart. nccl has none; there, both must agree on an order.
+        request = dist.isend(tensor, to % self.n, tag=self.tag(stage, micro, to))
+        self.sending.append((request, tensor))  # until it is sent, it must stay
+
+    def receive(self, stage: int, micro: int, source: int) -> torch.Tensor:
+        """Wait for what another stage sends: activations, or their gradient."""
+        rows, length = self.tokens[micro].shape
+        x = torch.empty(rows, length, self.width, device=self.tokens[0].device)
+        dist.recv(x, source % self.n, tag=self.tag(source, micro, stage))
+        return x.requires_grad_()
+
+    def tag(self, source: int, micro: int, to: int) -> int:
+        """Number a message: its stages differ by one, so one of them and the direction will do."""
+        return 2 * (micro * (self.last + 1) + min(source, to)) + (source < to)
+
+    def finish(self) -> None:
+        """Do nothing: the gradients are where their weights are."""
+
+    def reported(self, loss: torch.Tensor) -> float:
+        """Return the loss, which one rank knows."""
+        return results.mean_of_ranks(loss * self.n)
+
+    def figures(self) -> dict[str, float]:
+        """Return the most micro-batches that this rank has held, and the bubble of the order."""
+        return {"in flight": self.in_flight,
+                "bubble": bubble([self.schedule(rank, self.n, self.m) for rank in range(self.n)])}
+
+
+class OneFOneB(Pipeline):
+    """Computes a backward as soon as there is one: it holds fewer micro-batches."""
+
+    schedule = staticmethod(one_f_one_b)
+
+
+class Interleaved(Pipeline):
+    """Has two short stages on each rank: the first micro-batch is sooner at the end."""
+
+    schedule, stages_of_rank = staticmethod(interleaved), 2
+
+
+class Torchs(OneFOneB):
+    """Leaves it to torch.distributed.pipelining."""
+
+    def __init__(self, model: Transformer, args: Namespace) -> None:
+        super().__init__(model, args)
+        device = next(self.stages.parameters()).device
+        stage = PipelineStage(self.stages[str(self.rank)], self.rank, self.n, device)
+        self.torchs = Schedule1F1B(stage, self.m, loss_fn=loss_of)
+
+    def forward_backward(self, tokens: torch.Tensor, following: torch.Tensor,
+                         accumulate: int) -> torch.Tensor:
+        """Let torch compute the order; it wants tokens in the first stage, targets in the last."""
+        losses = []
+        self.torchs.step(*([tokens] if self.rank == 0 else []), target=following, losses=losses)
+        return torch.stack(losses).mean().detach() if losses else torch.zeros(())
+
+    def figures(self) -> dict[str, float]:
+        """Return nothing: torch does not tell."""
+        return {}
+
+
+WAYS = {"gpipe": Pipeline, "1f1b": OneFOneB, "interleaved": Interleaved, "pipelining": Torchs}
+
+
+def bubble(orders: list[list[Action]]) -> float:
+    """Return the share of the time in which a rank is idle, if nothing but computing takes time.
+
+    Args:
+        orders: of each rank. A forward takes 1, a backward 2, where a rank has one stage.
+    """
+    ends, clocks, todo = {}, [0] * len(orders), [iter(order) for order in orders]
+    last = max(action.stage for order in orders for action in order)
+    waiting = {rank: next(actions) for rank, actions in enumerate(todo)}
+    while waiting:
+        for rank, action in [*waiting.items()]:
+            needed = needed_by(action, last)
+            if needed is not None and needed not in ends:
+                continue
+            start = max(clocks[rank], ends.get(needed, 0))
+            ends[action] = clocks[rank] = start + (1 if action.kind == "F" else 2)
+            if (following := next(todo[rank], None)) is None:
+                del waiting[rank]
+            else:
+                waiting[rank] = following
+    busy = sum(1 if action.kind == "F" else 2 for action in orders[0])
+    return 1 - busy / max(clocks)
+
+
+def needed_by(action: Action, last: int) -> Action | None:
+    """Return what must have been computed before an action; None for the first forward."""
+    kind, micro, stage = action
+    if kind == "F":
+        return Action("F", micro, stage - 1) if stage > 0 else None
+    return Action("B", micro, stage + 1) if stage < last else Action("F", micro, last)
+
+
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Train as `main.py`, in these ways."""
+    return tutorial.run_worker(rank, world_size, args, WAYS)
+
+
+def build_parser() -> Parser:
+    """Return the parser of this program's flags."""
+    parser = tutorial.shared_parser("transformer_parallel/pipeline", __doc__, WAYS)
+    parser.add_argument("--micro_batches", type=bounded(int, at_least=1), default=8, metavar="N",
+                        help="pieces of the batch")
+    parser.set_defaults(blocks=8)  # two stages of a block, on each of four ranks
+    return parser
+
+
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
+    args = build_parser().parse_args(argv)
+    tutorial.require_room(args)
+    n, stages = args.world_size, args.world_size * (2 if "interleaved" in args.ways else 1)
+    if args.batch_size % args.micro_batches:
+        refuse(f"--batch_size {args.batch_size} must be a multiple of --micro_batches "
+               f"{args.micro_batches}: every one has as many rows")
+    if args.blocks < stages:
+        refuse(f"--blocks {args.blocks} must be at least {stages}: each stage needs one")
+    if "interleaved" in args.ways and args.micro_batches % n:
+        refuse(f"--micro_batches {args.micro_batches} must be a multiple of {n} ranks: "
+               "--ways interleaved sends as many at a time")
+    if "pipelining" in args.ways and args.micro_batches < n:
+        refuse(f"--micro_batches {args.micro_batches} must be at least {n}, for --ways pipelining")
+    return run_program(run_worker, args, role_name, results.finish)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What the programs of this folder show: a table with a row for each way, metrics.json."""
+
+import statistics
+from argparse import Namespace
+
+import torch
+import torch.distributed as dist
+from common import report
+from torch import optim
+from torch.distributed.tensor import DTensor
+
+from transformer_parallel.model import Shape, Transformer
+
+MB = 1e6
+
+
+def mean_of_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> float:
+    """Return the mean of a number of each rank, as a float on every one of them."""
+    mean = value.detach().clone()
+    dist.all_reduce(mean, group=group)
+    return (mean / dist.get_world_size(group)).item()
+
+
+def held_bytes(way: object, optimizer: optim.Optimizer) -> dict[str, int]:
+    """Count the bytes of weights, gradients and optimizer state that this rank holds now.
+
+    Args:
+        way: has the `model`, and the `parameters()` that the optimizer steps.
+        optimizer: of those.
+
+    Returns:
+        `{"weights": ..., "gradients": ..., "state": ...}`. A storage counts once, whoever looks at
+        it, and with what it has: that of freed weights has nothing.
+    """
+    parameters = [*way.model.parameters(), *way.parameters()]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    kinds = {"weights": parameters, "gradients": [parameter.grad for parameter in parameters],
+             "state": [value for value in states if value.dim()]}  # not the counters of steps
+    return {kind: sum(storages_of(tensors).values()) for kind, tensors in kinds.items()}
+
+
+def storages_of(tensors: list[torch.Tensor | None]) -> dict[int, int]:
+    """Return the bytes of each storage behind these tensors; of a DTensor, what is here."""
+    here = (tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for tensor in tensors if tensor is not None)
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in here}
+
+
+def rows_of(measured: dict[str, list[dict]]) -> list[dict]:
+    """Make a row for each way of what its ranks have measured.
+
+    Args:
+        measured: `{way: [what train() has returned, of each rank]}`.
+
+    Returns:
+        Dicts: the losses; calls and megabytes sent in the first step by the rank that sends most;
+        `held_mb` of the rank that holds most, if ranks have counted that; medians of the steps
+        after the first, in milliseconds.
+    """
+    rows = []
+    for way, ranks in measured.items():
+        most = max(ranks, key=lambda rank: sum(rank["sent"].values()))
+        row = {"way": way, "losses": ranks[0]["losses"], "calls": most["calls"],
+               "sent_mb": sum(most["sent"].values()) / MB,
+               "step_ms": median_ms(ranks[0]["seconds"])}
+        row["waited_ms"] = median_ms(ranks[0]["waited"])
+        row["held_mb"] = {what: max(rank["held"][what] for rank in ranks) / MB
+                          for what in ranks[0]["held"]}
+        row["figures"] = {what: max(rank["figures"][what] for rank in ranks)
+                          for what in ranks[0]["figures"]}
+        rows.append(row)
+    return rows
+
+
+def median_ms(seconds: list[float]) -> float:
+    """Return the median of all but the first, which warms up; of that, where there is no other."""
+    return 1e3 * statistics.median(seconds[1:] or seconds)
+
+
+def finish(metrics: dict, args: Namespace) -> dict:
+    """Write metrics.json, print the table and the last line; return the whole metrics."""
+    rows = rows_of(metrics["measured"])
+    model = Transformer(Shape(blocks=args.blocks))
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    device = "cpu" if metrics["backend"] == "gloo" else None
+    whole = {"parameters": n_parameters, "rows": rows}
+    whole = report.save_metrics(args, whole, metrics["backend"], device)
+    held, others = list(rows[0]["held_mb"]), list(dict.fromkeys(
+        what for row in rows for what in row["figures"]))
+    waited = any(row["waited_ms"] > 1 for row in rows)
+    print(f"\n{'':12}{'sent':>11}" + "".join(f"{what:>12}" for what in (*held, *others))
+          + f"{'a step':>10}{'waiting' if waited else '':>{10 * waited}}{'loss':>9}")
+    for row in rows:
+        print(f"{row['way']:12}{row['sent_mb']:8.2f} MB"
+              + "".join(f"{row['held_mb'][what]:9.2f} MB" for what in held)
+              + "".join(f"{short(row['figures'].get(what)):>12}" for what in others)
+              + f"{row['step_ms']:7.0f} ms" + (f"{row['waited_ms']:7.0f} ms" if waited else "")
+              + f"{row['losses'][-1]:9.4f}  {in_words(row['calls'])}")
+    ways = ", ".join(row["way"] for row in rows)
+    same = max(row["losses"][-1] for row in rows) - min(row["losses"][-1] for row in rows)
+    print(f"\n{n_parameters:,} parameters on {args.world_size} ranks: the last losses of {ways} "
+          f"differ by {same:.0e}")
+    return whole
+
+
+def in_words(calls: dict[str, int]) -> str:
+    """Write counts as "52 all_reduce, 2 send"."""
+    return ", ".join(f"{number} {name}" for name, number in calls.items()) or "nothing sent"
+
+
+def short(figure: float | None) -> str:
+    """Write a figure with three digits, and a dash for what is not known."""
+    return "-" if figure is None else f"{figure:.3g}"

@@ -1,0 +1,293 @@
+r"""Tensor parallelism (Megatron): every layer is cut, and each rank computes a part of it.
+
+Two layers, of which the first is cut by outputs (columns of a product x W) and the second by
+inputs (rows), need one sum over the ranks. So each rank has some heads and some units of the MLP:
+
+    x --f--> query, key, value  -> its heads -> out   --g--> + x      f: forward nothing,
+    x --f--> up                 -> gelu      -> down  --g--> + x         backward all-reduce
+             a part of outputs                 a part of inputs       g: forward all-reduce,
+                                                                         backward nothing
+
+    --ways      between the layers               sent in a forward, for a block
+    tensor      all tokens on each rank          2 all-reduces of (batch, tokens, units)
+    sequence    T / N tokens on each rank:       2 all-gathers and 2 reduce-scatters: as many
+                norms and sums are cut, too      bytes, and fewer activations are held
+    dtensor     torch's parallelize_module, which is the first
+
+The embedding and the head are cut by characters of the vocabulary; the loss, which needs the sum
+over all of them, is computed without ever gathering the logits.
+
+    python transformer_parallel/tensor_parallel.py                 all three, on four ranks
+    python transformer_parallel/tensor_parallel.py --world_size 3
+    python transformer_parallel/tensor_parallel.py --check         the same numbers as one process?
+
+Sources: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053; Korthikanti et al.,
+"Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198, for `sequence`.
+"""
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common.cli import Parser, refuse
+from common.program import run_program
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+from transformer_parallel import main as tutorial
+from transformer_parallel import results
+from transformer_parallel.main import Each, role_name
+from transformer_parallel.model import Shape, Transformer, loss_of
+
+
+class Copy(torch.autograd.Function):
+    """Is f: what every rank has, each uses for its part; the gradients of all parts are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return x."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks."""
+        return all_reduced(gradient)
+
+
+class Sum(torch.autograd.Function):
+    """Is g: the sum of what the ranks have, on each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks."""
+        return all_reduced(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient: every rank has that of the sum."""
+        return gradient
+
+
+class Gather(torch.autograd.Function):
+    """Takes the place of f in `sequence`: (N, T / ranks, units) to (N, T, units)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Fetch the tokens of all ranks."""
+        return gathered(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, and keep the own tokens."""
+        return scattered_sum(gradient)
+
+
+class ScatterSum(torch.autograd.Function):
+    """Takes the place of g in `sequence`: (N, T, units) to (N, T / ranks, units)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, and keep the own tokens."""
+        return scattered_sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Fetch the gradients of all tokens."""
+        return gathered(gradient)
+
+
+def all_reduced(x: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Return the sum, or the maximum, over the ranks."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, op)
+    return x
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of all ranks, side by side."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format)
+             for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, dim=1)
+
+
+def scattered_sum(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the ranks, of this rank's tokens."""
+    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(), dim=1)]
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter(mine, parts)
+    return mine
+
+
+class RowLinear(nn.Module):
+    """Has some of the inputs of a linear layer; the bias is added once, to the sum."""
+
+    def __init__(self, layer: nn.Linear, total: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.weight, self.bias, self.total = part_of(layer.weight, 1), layer.bias, total
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute (N, T, some inputs) to outputs, summed over the ranks."""
+        return self.total.apply(F.linear(x, self.weight)) + self.bias
+
+
+class RowEmbedding(nn.Module):
+    """Has the vectors of some characters; for all others, another rank has one."""
+
+    def __init__(self, layer: nn.Embedding, total: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.weight, self.total = part_of(layer.weight, 0), total
+        self.first = dist.get_rank() * len(self.weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Look up what is here, zero elsewhere; sum over the ranks: (N, T, units)."""
+        rows, here = rows_here(tokens, self.first, len(self.weight))
+        return self.total.apply(F.embedding(rows, self.weight) * here[..., None])
+
+
+def rows_here(tokens: torch.Tensor, first: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row of each token among the n from `first` on, or 0; and whether it is there."""
+    here = (first <= tokens) & (tokens < first + n)
+    return torch.where(here, tokens - first, 0), here
+
+
+def part_of(weight: torch.Tensor, dim: int) -> nn.Parameter:
+    """Return this rank's part of a weight, a parameter of its own memory."""
+    part = weight.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    return nn.Parameter(part.clone(memory_format=torch.contiguous_format))
+
+
+def cut(model: Transformer, enter: type[torch.autograd.Function],
+        leave: type[torch.autograd.Function]) -> Transformer:
+    """Cut the layers of a model, in place.
+
+    Args:
+        model: the whole model.
+        enter, leave: what stands before a layer cut by outputs, and behind one cut by inputs:
+            `Copy` and `Sum`, or `Gather` and `ScatterSum`.
+    """
+    model.embedding = RowEmbedding(model.embedding, leave)
+    for block in model.blocks:
+        for layer in (block.attention.query, block.attention.key, block.attention.value,
+                      block.mlp.up):
+            layer.weight, layer.bias = part_of(layer.weight, 0), part_of(layer.bias, 0)
+        block.attention.out = RowLinear(block.attention.out, leave)
+        block.mlp.down = RowLinear(block.mlp.down, leave)
+    model.head.weight = part_of(model.head.weight, 0)
+    for module in (*(part for block in model.blocks for part in (block.attention, block.mlp)),
+                   model.head):
+        module.register_forward_pre_hook(lambda _, inputs: enter.apply(*inputs))
+    return model
+
+
+def vocabulary_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of logits of which each rank has some characters.
+
+    Args:
+        logits: (N, T, vocabulary / ranks).
+        targets: (N, T), characters of the whole vocabulary.
+    """
+    largest = all_reduced(logits.detach().amax(dim=-1), dist.ReduceOp.MAX)
+    logits = logits - largest[..., None]  # so that no exponential overflows
+    total = Sum.apply(logits.exp().sum(dim=-1))
+    n = logits.shape[-1]
+    rows, here = rows_here(targets, dist.get_rank() * n, n)
+    of_target = Sum.apply(logits.gather(-1, rows[..., None])[..., 0] * here)
+    return (total.log() - of_target).mean()
+
+
+class Tensor(Each):
+    """Cuts the layers; each rank sees the whole batch, and all have the same loss."""
+
+    enter, leave = Copy, Sum
+
+    def __init__(self, model: Transformer, args: Namespace) -> None:
+        super().__init__(cut(model, self.enter, self.leave), args)
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the whole batch."""
+        return whole
+
+    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """Return the loss, the same on all ranks."""
+        return vocabulary_loss(self.model(tokens), following)
+
+    def finish(self) -> None:
+        """Do nothing: each gradient is complete where its weight is."""
+
+
+class Sequence(Tensor):
+    """Cuts what lies between the layers, too: norms, sums and biases, by tokens."""
+
+    enter, leave = Gather, ScatterSum
+
+    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """Return the loss; the places of this rank's tokens are not the first ones."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        mine = places.chunk(self.size)[dist.get_rank()]
+        return vocabulary_loss(self.model(tokens, mine), following)
+
+    def finish(self) -> None:
+        """Sum what each rank has found from its tokens alone."""
+        for name, parameter in self.model.named_parameters():
+            if "norm" in name or name.endswith(("out.bias", "down.bias")):
+                dist.all_reduce(parameter.grad)
+
+
+class Torchs(Tensor):
+    """Leaves it to `parallelize_module`, which makes DTensors of the weights."""
+
+    def __init__(self, model: Transformer, args: Namespace) -> None:
+        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        plan = {"embedding": RowwiseParallel(input_layouts=Replicate()),
+                "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+        for name in ("attention.query", "attention.key", "attention.value", "mlp.up"):
+            plan[f"blocks.*.{name}"] = ColwiseParallel()
+        for name in ("attention.out", "mlp.down"):
+            plan[f"blocks.*.{name}"] = RowwiseParallel()
+        Each.__init__(self, parallelize_module(model, mesh, plan), args)
+
+    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """Return torch's own loss of logits that are cut."""
+        return loss_of(self.model(tokens), following).to_local()
+
+
+WAYS = {"tensor": Tensor, "sequence": Sequence, "dtensor": Torchs}
+
+
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Train as `main.py`, in these ways."""
+    with loss_parallel():  # for `dtensor`, around its backward, too
+        return tutorial.run_worker(rank, world_size, args, WAYS)
+
+
+def build_parser() -> Parser:
+    """Return the parser of this program's flags."""
+    return tutorial.shared_parser("transformer_parallel/tensor_parallel", __doc__, WAYS)
+
+
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
+    args = build_parser().parse_args(argv)
+    tutorial.require_room(args)
+    shape = Shape()
+    for what, number in (("heads", shape.heads), ("characters", shape.vocabulary)):
+        if number % args.world_size:
+            refuse(f"--world_size {args.world_size} must divide the model's {number} {what}")
+    if "sequence" in args.ways and args.seq_len % args.world_size:
+        refuse(f"--seq_len {args.seq_len} must be a multiple of {args.world_size} ranks: in "
+               "--ways sequence each has as many characters")
+    return run_program(run_worker, args, role_name, results.finish)
+
+
+if __name__ == "__main__":
+    main()

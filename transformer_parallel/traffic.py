@@ -1,0 +1,83 @@
+"""Counts what a rank sends, whoever sends it: the lines of a program, or torch's own DDP and FSDP.
+
+    with Traffic() as traffic:
+        train_step(...)
+    traffic.calls, traffic.sent          # {"all_reduce": 52}, {"all_reduce": 6239808}
+
+Every communication of `torch.distributed` is an operator of torch, `c10d::allreduce_` or
+`_c10d_functional::all_reduce`, which a dispatch mode sees. What is counted are the bytes that one
+of n ranks sends if the collective goes round a ring, which is the least that it can. For a tensor
+of B bytes, that is 2 B (n-1)/n in an all-reduce; B (n-1)/n in a reduce-scatter, an all-gather of B
+bytes in all, or an all-to-all; B in a send.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Private, and so is what torch's own CommDebugMode is made of, which counts calls and no bytes.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NAMES = {  # of operators in torch 2.11 to 2.15, and what they are here
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "all_reduce": "all_reduce",
+    "allgather_": "all_gather", "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
+    "send": "send",
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts calls and bytes by the name of the operation, of this process.
+
+    Attributes:
+        calls: how many of each.
+        sent: bytes of each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.sent = Counter(), Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Sequence, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
+        """Count an operator if it sends, and run it."""
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = NAMES.get(func.overloadpacket.__name__.rsplit(".", 1)[-1])
+            if name is not None:
+                self.calls[name] += 1
+                self.sent[name] += _sent(name, args, _size_of_group(args))
+        return result
+
+
+def _size_of_group(args: tuple) -> int:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg).size()
+        if isinstance(arg, str) and arg in dist.distributed_c10d._world.pg_names.values():
+            return dist.distributed_c10d._resolve_process_group(arg).size()
+    return dist.get_world_size()
+
+
+def _sent(name: str, args: tuple, n: int) -> float:
+    tensors = [_bytes(arg) for arg in args if isinstance(arg, (torch.Tensor, list, tuple))]
+    if name == "send":
+        return tensors[0]
+    if name == "all_reduce":
+        return 2 * tensors[0] * (n - 1) / n
+    if name == "all_gather":  # the smaller of the two is what this rank has
+        return min(size for size in tensors if size) * (n - 1)
+    return max(tensors) * (n - 1) / n
+
+
+def _bytes(value: Any) -> int:
+    """Return the bytes of a tensor, or of all in nested lists."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(_bytes(one) for one in value) if isinstance(value, (list, tuple)) else 0
