@@ -13,9 +13,9 @@ Of n ranks and m micro-batches, where a backward takes twice as long as a forwar
 share what cores there are, so the seconds show no bubble; it is computed from the order.
 
     1f1b, 3 ranks, 4 micro-batches
-    rank 0   F0 F1 F2 . . . . B0  F3 B1  . B2  . B3
-    rank 1      F0 F1 . . B0  F2  B1 F3  B2  . B3
-    rank 2         F0 B0  F1 B1   F2 B2  F3 B3
+    rank 0   F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
+    rank 1      F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
+    rank 2         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
 
     python transformer_parallel/pipeline.py                 all four, on four ranks
     python transformer_parallel/pipeline.py --micro_batches 4
@@ -137,39 +137,34 @@ class Pipeline(Each):
 
     def forward(self, stage: int, micro: int) -> None:
         """Compute a micro-batch in a stage, and send it on."""
-        x = self.tokens[micro] if stage == 0 else self.receive(stage, micro, stage - 1)
+        x = self.tokens[micro] if stage == 0 else self.receive(micro, stage - 1)
         y = self.stages[str(stage)](x)
         if stage == self.last:
             y = loss_of(y, self.following[micro]) / self.m
             self.total += y.detach()
         else:
-            self.send(y.detach(), stage, micro, stage + 1)
+            self.send(y.detach(), stage + 1)
         self.held[stage, micro] = x, y
 
     def backward(self, stage: int, micro: int) -> None:
         """Take a micro-batch back through a stage, and send the gradient of its input back."""
         x, y = self.held.pop((stage, micro))
-        y.backward(None if stage == self.last else self.receive(stage, micro, stage + 1))
+        y.backward(None if stage == self.last else self.receive(micro, stage + 1))
         if stage > 0:
-            self.send(x.grad, stage, micro, stage - 1)
+            self.send(x.grad, stage - 1)
 
-    def send(self, tensor: torch.Tensor, stage: int, micro: int, to: int) -> None:
+    def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send without waiting: the other rank may itself be sending."""
-        # Of two ranks, one sends the other activations and gradients, in another order than it
-        # takes them: the tag tells them apart. nccl has none; there, both must agree on an order.
-        request = dist.isend(tensor, to % self.n, tag=self.tag(stage, micro, to))
+        # No tag: what a rank sends another one, that one takes in the same order, in each schedule.
+        request = dist.isend(tensor, to % self.n)
         self.sending.append((request, tensor))  # until it is sent, it must stay
 
-    def receive(self, stage: int, micro: int, source: int) -> torch.Tensor:
+    def receive(self, micro: int, source: int) -> torch.Tensor:
         """Wait for what another stage sends: activations, or their gradient."""
         rows, length = self.tokens[micro].shape
         x = torch.empty(rows, length, self.width, device=self.tokens[0].device)
-        dist.recv(x, source % self.n, tag=self.tag(source, micro, stage))
+        dist.recv(x, source % self.n)
         return x.requires_grad_()
-
-    def tag(self, source: int, micro: int, to: int) -> int:
-        """Number a message: its stages differ by one, so one of them and the direction will do."""
-        return 2 * (micro * (self.last + 1) + min(source, to)) + (source < to)
 
     def finish(self) -> None:
         """Do nothing: the gradients are where their weights are."""

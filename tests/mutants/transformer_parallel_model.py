@@ -49,8 +49,6 @@ MUTANTS = [
               "interleaved|error"),
     _pipeline("what is held is never let go", "self.held.pop((stage, micro))", "self.held[stage, micro]", "1f1b, in flight"),
     _pipeline("the first stage sends gradients, too", "        if stage > 0:\n", "        if stage >= 0:\n", "gpipe|error"),
-    _pipeline("messages have no tag", "return 2 * (micro * (self.last + 1) + min(source, to)) + (source < to)", "return 0",
-              "interleaved|error", ranks=2),
     _pipeline("the loss of one rank is that of all", "results.mean_of_ranks(loss * self.n)", "results.mean_of_ranks(loss)",
               "gpipe, losses"),
     _pipeline("a backward takes as long as a forward", "            ends[action] = clocks[rank] = start + (1 if action.kind == \"F\" else 2)",
