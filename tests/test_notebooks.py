@@ -130,7 +130,7 @@ def test_every_lesson_has_its_section():
         order.append((chapter, run.split()[0]))
     table = re.findall(r"^\| \d+ \| (6_\d) .*`python (\S+\.py)`", (ROOT / "docs/map.md").read_text(), re.MULTILINE)
     assert [step for step in order if step in table] == table
-    assert {path.split("/")[0] for _, path in order} == set(FOLDERS)
+    assert {path.split("/")[0] for _, path in order} == set(FOLDERS) - {"transformer_parallel"}  # after 6_9
 
 
 def test_commands_are_those_of_the_pages():
