@@ -63,11 +63,12 @@ def installed(version, base):
     """The Python of the environment of a version; it is made unless it is there."""
     folder = ROOT / ".compat" / f"{version}-{minor_of(base)}"
     python = folder / "bin/python"
-    if not (folder / "ready").exists():
+    ready, needed = folder / "ready", [ROOT / "requirements.txt", ROOT / "pyproject.toml"]
+    if not ready.exists() or any(file.stat().st_mtime > ready.stat().st_mtime for file in needed):
         subprocess.run([base, "-m", "venv", folder], check=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", "-r", "requirements.txt",
                         f"torch=={version}.*"], cwd=ROOT, check=True)
-        (folder / "ready").touch()
+        ready.touch()
     return str(python)
 
 

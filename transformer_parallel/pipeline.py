@@ -203,8 +203,8 @@ class Torchs(OneFOneB):
     def forward_backward(self, tokens: torch.Tensor, following: torch.Tensor,
                          accumulate: int) -> torch.Tensor:
         """Let torch compute the order; it wants tokens in the first stage, targets in the last."""
-        losses = []
-        self.torchs.step(*([tokens] if self.rank == 0 else []), target=following, losses=losses)
+        losses, first = [], [tokens.contiguous()] if self.rank == 0 else []  # 2.11 asks for that
+        self.torchs.step(*first, target=following, losses=losses)
         return torch.stack(losses).mean().detach() if losses else torch.zeros(())
 
     def figures(self) -> dict[str, float]:
