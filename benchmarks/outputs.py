@@ -44,6 +44,7 @@ COMMANDS = {
     "single_machine": "python model_parallel_resnet/single_machine.py",
     "transformer": "python transformer_parallel/main.py",
     "transformer_pipeline": "python transformer_parallel/pipeline.py",
+    "transformer_ring": "python transformer_parallel/ring_attention.py",
     "transformer_tensor": "python transformer_parallel/tensor_parallel.py",
     "transformer_zero": "python transformer_parallel/zero.py",
     "single_machine_check": "python model_parallel_resnet/single_machine.py --check",

@@ -119,6 +119,8 @@ PROGRAMS = [
             {"rank1": "transformer_parallel.zero:ShardedUnit.free"}),
     Program("transformer_parallel.tensor_parallel", "--ways sequence --steps 100000 --world_size 2 --batch_size 4",
             "rank0 rank1", {"rank1": "transformer_parallel.tensor_parallel:vocabulary_loss"}),
+    Program("transformer_parallel.ring_attention", "--ways zigzag --steps 100000 --world_size 2 --batch_size 4",
+            "rank0 rank1", {"rank1": "transformer_parallel.ring_attention:passed_on"}),
     Program("transformer_parallel.pipeline", "--ways 1f1b --steps 100000 --world_size 2", "rank0 rank1",
             {"rank1": "transformer_parallel.pipeline:Pipeline.backward"}),
 ]

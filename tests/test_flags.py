@@ -79,6 +79,7 @@ PROGRAMS = {
     "rpc_rnn.several_trainers": [],
     "transformer_parallel.main": [],
     "transformer_parallel.pipeline": [],
+    "transformer_parallel.ring_attention": [],
     "transformer_parallel.tensor_parallel": [],
     "transformer_parallel.zero": [],
 }

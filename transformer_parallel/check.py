@@ -308,12 +308,36 @@ def pipeline(stages: int, in_flight: Callable[[int, int], int]) -> Callable[...,
     return formula
 
 
+def context(way: str) -> Callable[..., dict]:
+    """Return the formula of context parallelism: gradients in buckets, and K and V of each block.
+
+    K and V of a rank are b bytes. `gather` fetches n - 1 times as many, and scatters as many of
+    their gradients; in a ring they go n - 1 hops in forward and in backward, their gradients n.
+    """
+    def formula(args, n, sizes):
+        b = 2 * FLOAT64 * args.batch_size * args.seq_len // n * Shape().units
+        once = args.blocks * b
+        costs = buckets(args, n, sizes)
+        if way == "gather":
+            calls = {"all_gather": args.blocks, "reduce_scatter": args.blocks}
+            sent, held, scores = 2 * (n - 1) * once, n * b, 1 / n
+        else:
+            calls = {"send": args.blocks * (3 * n - 2)}
+            sent, held = (3 * n - 2) * once, min(n, 3) * b
+            # The last rank looks at all of n pieces; of 2 n pieces, each rank has 2 n + 1 pairs.
+            scores = 1 / n if way == "ring" else (2 * n + 1) / (2 * n) ** 2
+        return costs | {"calls": costs["calls"] | calls, "sent": costs["sent"] + sent,
+                        "figures": {"MB of K, V": held / 1e6, "scores": scores}}
+    return formula
+
+
 FORMULAS = {
     "each": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)),
     "replicas": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)),
     "buckets": buckets, "overlap": buckets, "ddp": replicas,
     "zero1": zero(1), "zero2": zero(2), "zero3": zero(3), "fsdp": fsdp,
     "tensor": tensor(False), "sequence": tensor(True),
+    "gather": context("gather"), "ring": context("ring"), "zigzag": context("zigzag"),
     "gpipe": pipeline(1, lambda n, m: m), "1f1b": pipeline(1, min),
     "interleaved": pipeline(2, lambda n, m: min(2 * m, 3 * n - 1)),
 }
