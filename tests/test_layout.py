@@ -23,6 +23,7 @@ PROGRAMS = [
     "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "ddp_rpc_hybrid/sharded_table.py",
     "ddp_rpc_hybrid/sharded_table_dtensor.py", "transformer_parallel/main.py", "transformer_parallel/zero.py",
     "transformer_parallel/tensor_parallel.py", "transformer_parallel/ring_attention.py",
+    "transformer_parallel/experts.py", "transformer_parallel/recompute.py",
     "transformer_parallel/pipeline.py",
 ]  # fmt: skip
 FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
@@ -34,7 +35,8 @@ RPC = ["rpc_rl/main.py", "rpc_rnn/main.py", "rpc_rnn/several_trainers.py", "para
 VARIANTS = {  # of programs that join their group
     "p2p_collectives/train_flat.py", "p2p_collectives/train_ddp.py", "ddp_rpc_hybrid/sharded_table_dtensor.py",
     "transformer_parallel/zero.py", "transformer_parallel/tensor_parallel.py", "transformer_parallel/pipeline.py",
-    "transformer_parallel/ring_attention.py",
+    "transformer_parallel/ring_attention.py", "transformer_parallel/experts.py",
+    "transformer_parallel/recompute.py",
 }
 GROUPS = [program for program in PROGRAMS if program not in VARIANTS
           and (program.startswith(("ddp_basic", "p2p", "transformer")) or "hybrid" in program)]

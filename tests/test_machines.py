@@ -64,6 +64,8 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
     "transformer_parallel/zero.py": ((1, 1), "--steps 1"),
     "transformer_parallel/tensor_parallel.py": ((1, 1), "--steps 1"),
     "transformer_parallel/ring_attention.py": ((1, 1), "--steps 1"),
+    "transformer_parallel/experts.py": ((1, 1), "--steps 1"),
+    "transformer_parallel/recompute.py": ((1, 1), "--steps 1"),
     "transformer_parallel/pipeline.py": ((1, 1), "--steps 1"),
 }
 BY_RANK = ["batch_rl/main.py", "ddp_rpc_hybrid/main.py", "rpc_rnn/several_trainers.py", "model_parallel_resnet/main.py"]

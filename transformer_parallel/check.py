@@ -21,6 +21,7 @@ from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from transformer_parallel import experts
 from transformer_parallel import main as tutorial
 from transformer_parallel.model import Shape, Transformer
 
@@ -92,7 +93,7 @@ def compare(everyone: list[list[list[tuple[State, State]]]], measured: dict[str,
             args: Namespace) -> dict:
     """Hold what all ranks have recorded, and what is reported, against one process."""
     findings = Comparison(f"{args.world_size} processes")
-    losses, *oracle = single_process(args)
+    losses, *oracle, routed = single_process(args)
     for (way, reported), of_ranks in zip(measured.items(), everyone, strict=True):
         for what, (name, states) in enumerate(zip(("gradients", "weights"), oracle, strict=True)):
             steps = [[rank[step][what] for rank in of_ranks] for step in range(args.steps)]
@@ -103,7 +104,7 @@ def compare(everyone: list[list[list[tuple[State, State]]]], measured: dict[str,
             if rank["losses"] != reported[0]["losses"]:
                 findings.holds(f"{way}, losses", False, "they differ between ranks")
         findings.close(f"{way}, losses", reported[0]["losses"], losses, TOLERANCE, WHY)
-        hold_costs(findings, way, reported, args)
+        hold_costs(findings, way, reported, args, routed)
     return findings.as_dict()
 
 
@@ -135,29 +136,47 @@ def together(states: list[State], whole: State) -> tuple[State, State]:
     return ours, theirs
 
 
-def single_process(args: Namespace) -> tuple[list[float], list[State], list[State]]:
-    """Train alone, on whole batches; return losses, gradients and weights of each step."""
+def whole_model(args: Namespace) -> Transformer:
+    """Make the model as it is before the first step."""
     torch.manual_seed(args.seed)
     model = Transformer(Shape(blocks=args.blocks))
+    return experts.with_experts(model, args) if hasattr(args, "experts") else model
+
+
+def single_process(args: Namespace) -> tuple[list[float], list[State], list[State], list]:
+    """Train alone, on whole batches.
+
+    Returns:
+        The losses, gradients and weights of each step; what each router did in the last one.
+    """
     weights = {name: parameter.detach().clone().requires_grad_()
-               for name, parameter in model.named_parameters()}
+               for name, parameter in whole_model(args).named_parameters()}
     optimizer = optim.AdamW(weights.values(), lr=args.lr)
     losses, gradients, states = [], [], []
     for step in range(args.steps):
         tokens = characters(step, args)
         optimizer.zero_grad()
-        logits = forward(weights, tokens[:, :-1])
+        routed = []
+        logits = forward(weights, tokens[:, :-1], args, routed)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = loss + sum(args.balance * balance for balance, _, _ in routed)
         loss.backward()
         losses.append(loss.item())
         gradients.append({name: weight.grad.clone() for name, weight in weights.items()})
         optimizer.step()
         states.append({name: weight.detach().clone() for name, weight in weights.items()})
-    return losses, gradients, states
+    return losses, gradients, states, routed
 
 
-def forward(weights: State, tokens: torch.Tensor) -> torch.Tensor:
-    """Compute the logits of the whole model, with attention written out."""
+def forward(weights: State, tokens: torch.Tensor, args: Namespace, routed: list) -> torch.Tensor:
+    """Compute the logits of the whole model, with attention written out.
+
+    Args:
+        weights: by their names.
+        tokens: (rows, length).
+        args: the parsed flags.
+        routed: what each router does is appended, see `of_experts`.
+    """
     shape, length = Shape(), tokens.shape[1]
     x = weights["embedding.weight"][tokens]
     angles = torch.arange(length)[:, None] * torch.exp(
@@ -179,9 +198,57 @@ def forward(weights: State, tokens: torch.Tensor) -> torch.Tensor:
         scores = torch.einsum("nihd,njhd->nhij", q, k) / math.sqrt(shape.units / shape.heads)
         mixed = torch.einsum("nhij,njhd->nihd", (scores + later).softmax(-1), v)
         x = x + layer(mixed.flatten(2), f"{block}.attention.out")
-        h = layer(norm(x, f"{block}.norm2"), f"{block}.mlp.up")
-        x = x + layer(h * (1 + torch.erf(h / math.sqrt(2))) / 2, f"{block}.mlp.down")
+        h = norm(x, f"{block}.norm2")
+        if f"{block}.mlp.router.weight" in weights:
+            x = x + of_experts(h, f"{block}.mlp", layer, args, routed)
+        else:
+            x = x + of_mlp(h, f"{block}.mlp", layer)
     return layer(norm(x, "norm"), "head")
+
+
+def of_mlp(h: torch.Tensor, name: str, layer: Callable) -> torch.Tensor:
+    """Compute an MLP, with gelu written out."""
+    h = layer(h, f"{name}.up")
+    return layer(h * (1 + torch.erf(h / math.sqrt(2))) / 2, f"{name}.down")
+
+
+def of_experts(h: torch.Tensor, name: str, layer: Callable, args: Namespace, routed: list,
+               ) -> torch.Tensor:
+    """Compute a mixture of experts, one token after the other of each rank's rows.
+
+    The capacity is that of a rank, so the rows are cut as the ranks cut them. A token whose two
+    best experts differ by less than rounding could be sent elsewhere: of some ten thousand choices,
+    of probabilities that differ by about 1e-2, none comes near 1e-13.
+
+    Args:
+        h: (rows, length, units).
+        name: of the layer.
+        layer: `layer(x, name)` computes a linear one.
+        args: the parsed flags.
+        routed: to this is appended (balance, tokens of each expert, number of dropped tokens).
+    """
+    outputs, balance, counts, dropped = [], 0, [0] * args.experts, 0
+    for rows in h.chunk(args.world_size):
+        tokens = rows.flatten(0, 1)
+        probabilities = layer(tokens, f"{name}.router").softmax(-1)
+        places = [math.ceil(args.capacity_factor * len(tokens) / args.experts)] * args.experts
+        wants, kept = probabilities.argmax(1).tolist(), [[] for _ in range(args.experts)]
+        for token, expert in enumerate(wants):
+            if places[expert]:
+                places[expert] -= 1
+                kept[expert].append(token)
+        output = torch.zeros_like(tokens)
+        for expert, of_expert in enumerate(kept):
+            found = of_mlp(tokens[of_expert], f"{name}.experts.{expert}", layer)
+            output = output.index_add(0, torch.tensor(of_expert, dtype=torch.long),
+                                      found * probabilities[of_expert, expert, None])
+            share = wants.count(expert) / len(wants)
+            balance = balance + args.experts * share * probabilities[:, expert].mean()
+            counts[expert] += wants.count(expert)
+        dropped += len(wants) - sum(map(len, kept))
+        outputs.append(output.view_as(rows))
+    routed.append((balance / args.world_size, counts, dropped))
+    return torch.cat(outputs)
 
 
 def characters(step: int, args: Namespace) -> torch.Tensor:
@@ -197,11 +264,18 @@ def characters(step: int, args: Namespace) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def hold_costs(findings: Comparison, way: str, reported: list[dict], args: Namespace) -> None:
+def hold_costs(findings: Comparison, way: str, reported: list[dict], args: Namespace,
+               routed: list) -> None:
     """Hold what the ranks have sent in a step, and what they hold, against the formulas."""
     n, sizes = args.world_size, {name: parameter.shape for name, parameter in
-                                 Transformer(Shape(blocks=args.blocks)).named_parameters()}
-    formula = FORMULAS.get(way)
+                                 whole_model(args).named_parameters()}
+    if routed:
+        counts = [count for _, of_block, _ in routed for count in of_block]
+        for what, value in (("dropped", sum(dropped for _, _, dropped in routed)),
+                            ("fullest", max(counts)), ("emptiest", min(counts))):
+            findings.equal(f"{way}, {what}", [rank["figures"][what] for rank in reported],
+                           [value] * n, "tokens of the last step")
+    formula = (MIXTURE if routed else FORMULAS).get(way)
     if formula is None:
         return
     expected = formula(args, n, sizes)
@@ -331,6 +405,30 @@ def context(way: str) -> Callable[..., dict]:
     return formula
 
 
+def mixture(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
+    """Compute the costs of sharded experts: averaged gradients of the others, four exchanges."""
+    shared = {name: size for name, size in sizes.items() if ".experts." not in name}
+    tokens = args.batch_size // n * args.seq_len
+    of_experts = FLOAT64 * sum(math.prod(sizes[name]) for name in sizes.keys() - shared.keys()) / n
+    capacity = math.ceil(args.capacity_factor * tokens / args.experts)
+    exchange = FLOAT64 * args.experts * capacity * Shape().units * (n - 1) / n
+    costs = buckets(args, n, shared)
+    return {"calls": costs["calls"] | {"all_to_all": 4 * args.blocks},
+            "sent": costs["sent"] + 4 * args.blocks * exchange,
+            **{what: costs[what] + (2 if what == "state" else 1) * of_experts
+               for what in ("weights", "gradients", "state")}}
+
+
+MIXTURE = {"replicas": buckets, "experts": mixture, "functional": mixture}
+def recomputing(forwards: int) -> Callable[..., dict]:
+    """Return the formula of activation checkpointing: an input of each group of blocks is kept."""
+    def formula(args, n, sizes):
+        inputs = math.ceil(args.blocks / args.every) * args.batch_size // n * args.seq_len
+        kept = {"MB kept": inputs * Shape().units * FLOAT64 / 1e6} if forwards == 2 else {}
+        return buckets(args, n, sizes) | {"figures": {"forwards": forwards, **kept}}
+    return formula
+
+
 FORMULAS = {
     "each": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)),
     "replicas": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)),
@@ -338,6 +436,7 @@ FORMULAS = {
     "zero1": zero(1), "zero2": zero(2), "zero3": zero(3), "fsdp": fsdp,
     "tensor": tensor(False), "sequence": tensor(True),
     "gather": context("gather"), "ring": context("ring"), "zigzag": context("zigzag"),
+    "plain": recomputing(1), "recompute": recomputing(2), "checkpoint": recomputing(2),
     "gpipe": pipeline(1, lambda n, m: m), "1f1b": pipeline(1, min),
     "interleaved": pipeline(2, lambda n, m: min(2 * m, 3 * n - 1)),
 }

@@ -103,12 +103,16 @@ class Buckets(Each):
     def __init__(self, model: nn.Module, args: Namespace) -> None:
         super().__init__(model, args)
         self.buckets = []  # (vector, its parameters); each gradient is a view of a vector
-        for parameters in cut(list(model.parameters())[::-1], args.bucket_kb * 1000):
+        for parameters in cut(self.averaged()[::-1], args.bucket_kb * 1000):
             sizes = [parameter.numel() for parameter in parameters]
             vector = parameters[0].new_zeros(sum(sizes))
             for parameter, piece in zip(parameters, vector.split(sizes), strict=True):
                 parameter.grad = piece.view_as(parameter)
             self.buckets.append((vector, parameters))
+
+    def averaged(self) -> list[nn.Parameter]:
+        """Return whose gradients are averaged, in the order of the model."""
+        return list(self.model.parameters())
 
     def finish(self) -> None:
         """Average the vectors."""
@@ -272,14 +276,18 @@ def build_parser() -> Parser:
     return parser
 
 
-def require_room(args: Namespace) -> None:
+def require_room(args: Namespace, mlps: int = 1) -> None:
     """Refuse a model and a batch that do not fit into the memory of this machine.
+
+    Args:
+        args: the parsed flags.
+        mlps: in each block.
 
     Raises:
         SystemExit: 2 after one line.
     """
     shape = Shape()
-    weights = 12 * shape.units**2 * args.blocks
+    weights = (4 + 8 * mlps) * shape.units**2 * args.blocks
     of_token = (40 * shape.units + 3 * shape.heads * args.seq_len) * args.blocks
     held = 4 * (4 * weights + of_token * args.seq_len * args.batch_size)
     require_memory(args, ["blocks", "batch_size", "seq_len"], held)

@@ -77,10 +77,10 @@ def median_ms(seconds: list[float]) -> float:
     return 1e3 * statistics.median(seconds[1:] or seconds)
 
 
-def finish(metrics: dict, args: Namespace) -> dict:
+def finish(metrics: dict, args: Namespace, model: Transformer | None = None) -> dict:
     """Write metrics.json, print the table and the last line; return the whole metrics."""
     rows = rows_of(metrics["measured"])
-    model = Transformer(Shape(blocks=args.blocks))
+    model = model or Transformer(Shape(blocks=args.blocks))
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     device = "cpu" if metrics["backend"] == "gloo" else None
     whole = {"parameters": n_parameters, "rows": rows}
@@ -109,5 +109,5 @@ def in_words(calls: dict[str, int]) -> str:
 
 
 def short(figure: float | None) -> str:
-    """Write a figure with three digits, and a dash for what is not known."""
-    return "-" if figure is None else f"{figure:.3g}"
+    """Write a count as it is, a figure with three digits, and a dash for what is not known."""
+    return "-" if figure is None else f"{figure:,}" if isinstance(figure, int) else f"{figure:.3g}"

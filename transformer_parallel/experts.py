@@ -1,0 +1,239 @@
+r"""Mixture of experts: many MLPs, of which each token sees one; each rank has some of them.
+
+In each block a router gives every token the probability of each of E experts. The token goes to the
+most probable one, and what comes back is multiplied by that probability, through which the router
+learns. So the model has E times the weights of an MLP, and a token costs as much as before.
+
+                 rank 0's tokens         rank 1's tokens
+    route        e0 e2 e2 e1 ...         e3 e0 e2 e2 ...
+    boxes        [e0][e1] [e2][e3]       [e0][e1] [e2][e3]      each of C places, some empty
+    all-to-all   rank 0: both [e0][e1]   rank 1: both [e2][e3]  a box to the rank of its expert
+    compute      e0, e1                  e2, e3
+    all-to-all   back: every token to where it came from
+
+All boxes have C = ceil(capacity_factor x tokens of a rank / E) places, or an all-to-all would need
+to know how much comes. Tokens without a place are dropped: the sum around the MLP carries them on.
+So that few are, a second loss asks for balance: E x the sum over the experts of (share of tokens) x
+(mean probability), over the tokens of a rank. It is part of the loss that is shown.
+
+    --ways        experts on each rank    sent in a step for each block, besides averaged gradients
+    replicas      all E                   nothing, but the gradients of all experts are averaged
+    experts       E / N                   4 all-to-alls of E x C x units: forward, backward
+    functional    the same, with torch's exchange, which has its backward: of all this, torch has
+                  nothing else
+
+    python transformer_parallel/experts.py                          all three, on four ranks
+    python transformer_parallel/experts.py --capacity_factor 0.5    who is dropped?
+    python transformer_parallel/experts.py --balance 0
+    python transformer_parallel/experts.py --check                  the same numbers as one process?
+
+Source: Fedus et al., "Switch Transformers", https://arxiv.org/abs/2101.03961, sections 2.1 and 2.2.
+"""
+
+import math
+from argparse import Namespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common.cli import Parser, bounded, refuse
+from common.program import run_program
+from torch import nn
+
+# Private by its name, and what torch tells to use in place of torch.distributed.nn.functional.
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from transformer_parallel import main as tutorial
+from transformer_parallel import results
+from transformer_parallel.main import Buckets, role_name
+from transformer_parallel.model import MLP, Shape, Transformer, loss_of
+
+
+class Exchange(torch.autograd.Function):
+    """Sends a part of a tensor to each rank: the first dimension has one for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return what all ranks have sent here, in their order: (ranks, ...) to the same."""
+        return exchanged(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Send the gradients back to where the parts came from, which is the same exchange."""
+        return exchanged(gradient)
+
+
+def exchanged(x: torch.Tensor) -> torch.Tensor:
+    """Give part r to rank r; return what all have given to this one."""
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous())
+    return received
+
+
+class Experts(nn.Module):
+    """Takes the place of a block's MLP: (N, T, units) to the same.
+
+    Attributes:
+        experts: by their numbers; of a rank that has some of them, those.
+        balance: of the last forward, the second loss.
+        tokens: of the last forward, how many tokens wanted each expert, (E,).
+        dropped: of the last forward, how many got no place.
+    """
+
+    def __init__(self, units: int, args: Namespace) -> None:
+        super().__init__()
+        self.n_experts, self.capacity_factor = args.experts, args.capacity_factor
+        self.router = nn.Linear(units, args.experts, bias=False)
+        self.experts = nn.ModuleDict({str(i): MLP(units) for i in range(args.experts)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Let each token be transformed by the expert that the router chooses."""
+        tokens = x.flatten(0, 1)
+        probabilities = self.router(tokens).softmax(-1)
+        gate, chosen = probabilities.max(-1)
+        wanted = nn.functional.one_hot(chosen, self.n_experts)  # (tokens, E)
+        place = (wanted.cumsum(0) - 1).gather(1, chosen[:, None])[:, 0]  # in the box of the expert
+        capacity = math.ceil(self.capacity_factor * len(tokens) / self.n_experts)
+        kept = place < capacity
+        slot = (chosen * capacity + place)[kept]
+        boxes = tokens.new_zeros(self.n_experts * capacity, tokens.shape[1])
+        boxes = boxes.index_put((slot,), tokens[kept]).view(self.n_experts, capacity, -1)
+        found = self.of_experts(boxes).flatten(0, 1)[slot] * gate[kept, None]
+        self.tokens, self.dropped = wanted.sum(0), (~kept).sum()
+        shares = self.tokens / len(tokens)
+        self.balance = self.n_experts * (shares * probabilities.mean(0)).sum()
+        return torch.zeros_like(tokens).index_put((kept.nonzero()[:, 0],), found).view_as(x)
+
+    def of_experts(self, boxes: torch.Tensor) -> torch.Tensor:
+        """Compute each expert with its box: (E, capacity, units) to the same."""
+        return torch.stack([expert(box) for expert, box in
+                            zip(self.experts.values(), boxes, strict=True)])
+
+
+class ShardedExperts(Experts):
+    """Has some of the experts, and computes the tokens of all ranks with them."""
+
+    exchange = Exchange.apply
+
+    def keep(self, rank: int, size: int) -> None:
+        """Drop the experts of the other ranks."""
+        self.size, count = size, self.n_experts // size
+        for number in set(range(self.n_experts)) - set(range(rank * count, (rank + 1) * count)):
+            del self.experts[str(number)]
+
+    def of_experts(self, boxes: torch.Tensor) -> torch.Tensor:
+        """Send the boxes to their experts, compute those that are here, and send them back."""
+        there = boxes.unflatten(0, (self.size, -1))  # (ranks, experts of each, places, units)
+        here = self.exchange(there)  # the same shape: own experts, and each rank's tokens for them
+        by_expert = here.transpose(0, 1).flatten(1, 2)  # (experts, places of all ranks, units)
+        found = super().of_experts(by_expert).unflatten(1, (self.size, -1)).transpose(0, 1)
+        return self.exchange(found).flatten(0, 1)
+
+
+class FunctionalExperts(ShardedExperts):
+    """Leaves the exchange, with its backward, to torch."""
+
+    @staticmethod
+    def exchange(x: torch.Tensor) -> torch.Tensor:
+        """Send a part to each rank."""
+        return all_to_all_single_autograd(x.contiguous(), None, None, dist.group.WORLD)
+
+
+class Replicas(Buckets):
+    """Has all experts on each rank, and averages all gradients."""
+
+    make_experts = Experts
+
+    def __init__(self, model: Transformer, args: Namespace) -> None:
+        self.weight = args.balance
+        super().__init__(with_experts(model, args, self.make_experts), args)
+        self.layers = [block.mlp for block in model.blocks]
+
+    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of this rank's tokens, and the weighted one of the balance."""
+        loss = loss_of(self.model(tokens), following)
+        return loss + self.weight * sum(layer.balance for layer in self.layers)
+
+    def figures(self) -> dict[str, float]:
+        """Return how many tokens were dropped in the last step, and how full experts were."""
+        counts = torch.stack([torch.cat([layer.tokens, layer.dropped[None]])
+                              for layer in self.layers])
+        dist.all_reduce(counts)
+        return {"dropped": counts[:, -1].sum().item(), "fullest": counts[:, :-1].max().item(),
+                "emptiest": counts[:, :-1].min().item()}
+
+
+class Sharded(Replicas):
+    """Has a part of the experts; what is the same on all ranks is averaged."""
+
+    make_experts = ShardedExperts
+
+    def averaged(self) -> list[nn.Parameter]:
+        """Return the parameters that all ranks have."""
+        return [parameter for name, parameter in self.model.named_parameters()
+                if ".experts." not in name]
+
+    def finish(self) -> None:
+        """Average the gradients; those of an expert are complete, but of the sum of all losses."""
+        super().finish()
+        for layer in self.layers:
+            for parameter in layer.experts.parameters():
+                parameter.grad /= self.size
+
+
+class Torchs(Sharded):
+    """Does the same with torch's exchange."""
+
+    make_experts = FunctionalExperts
+
+
+WAYS = {"replicas": Replicas, "experts": Sharded, "functional": Torchs}
+
+
+def with_experts(model: Transformer, args: Namespace,
+                 make_experts: type[Experts] = Experts) -> Transformer:
+    """Put experts in the place of each block's MLP, the same on all ranks; return the model."""
+    for block in model.blocks:
+        block.mlp = make_experts(Shape().units, args).to(model.head.weight.device)
+        if isinstance(block.mlp, ShardedExperts):
+            block.mlp.keep(dist.get_rank(), dist.get_world_size())
+    return model
+
+
+def finish(metrics: dict, args: Namespace) -> dict:
+    """Write and print what the other programs do, of a model that has experts."""
+    return results.finish(metrics, args, with_experts(Transformer(Shape(blocks=args.blocks)), args))
+
+
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Train as `main.py`, in these ways."""
+    return tutorial.run_worker(rank, world_size, args, WAYS)
+
+
+def build_parser() -> Parser:
+    """Return the parser of this program's flags."""
+    parser = tutorial.shared_parser("transformer_parallel/experts", __doc__, WAYS)
+    add = parser.add_argument
+    add("--experts", type=bounded(int, at_least=1, at_most=1000), default=8, metavar="E",
+        help="of each block, each with 166,608 parameters")
+    add("--capacity_factor", type=bounded(float, above=0), default=1.25, metavar="F",
+        help="places for F times the tokens that an expert would get, if all got as many")
+    add("--balance", type=bounded(float, at_least=0), default=0.01, metavar="W",
+        help="weight of the second loss")
+    parser.set_defaults(bucket_kb=1000)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
+    args = build_parser().parse_args(argv)
+    tutorial.require_room(args, mlps=args.experts)
+    tutorial.require_equal_parts(args)
+    if args.experts % args.world_size:
+        refuse(f"--experts {args.experts} must be a multiple of {args.world_size} ranks: each has "
+               "as many")
+    return run_program(run_worker, args, role_name, finish)
+
+
+if __name__ == "__main__":
+    main()
