@@ -14,9 +14,10 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, verdict
-from common.recorder import Recorder, gathered
+from common.recorder import Recorder
 from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -40,7 +41,7 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the program, recorded; return the findings on rank 0."""
     torch.set_default_dtype(torch.float64)
-    everyone = []  # for each way: of each rank, its steps: (gradients, weights)
+    everyone = []  # for each way, on rank 0: of each rank, its steps: (gradients, weights)
     with Recorder() as recorder:
         @recorder.around(tutorial, "train")
         def train(original, rank, size, make_way, args):
@@ -60,11 +61,18 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
 
             torch.manual_seed(rank)  # nothing may depend on what was drawn before
             measured = original(rank, size, recorded_way, args)
-            everyone.append(gathered(steps))
+            everyone.append(on_rank_0(steps))
             return measured
 
         result = importlib.import_module(args.program).run_worker(rank, world_size, args)
     return compare(everyone, result["measured"], args) if rank == 0 else None
+
+
+def on_rank_0(steps: list[tuple[State, State]]) -> list[list[tuple[State, State]]] | None:
+    """Return what all ranks pass, on rank 0; None elsewhere: it may be a gigabyte."""
+    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(steps, everyone)
+    return everyone
 
 
 def held(way: object, what: str) -> State:
