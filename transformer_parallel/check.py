@@ -239,7 +239,7 @@ def of_experts(h: torch.Tensor, name: str, layer: Callable, args: Namespace, rou
     for rows in h.chunk(args.world_size):
         tokens = rows.flatten(0, 1)
         probabilities = layer(tokens, f"{name}.router").softmax(-1)
-        places = [math.ceil(args.capacity_factor * len(tokens) / args.experts)] * args.experts
+        places = [capacity_of(len(tokens), args)] * args.experts
         wants, kept = probabilities.argmax(1).tolist(), [[] for _ in range(args.experts)]
         for token, expert in enumerate(wants):
             if places[expert]:
@@ -257,6 +257,11 @@ def of_experts(h: torch.Tensor, name: str, layer: Callable, args: Namespace, rou
         outputs.append(output.view_as(rows))
     routed.append((balance / args.world_size, counts, dropped))
     return torch.cat(outputs)
+
+
+def capacity_of(tokens: int, args: Namespace) -> int:
+    """Compute how many of so many tokens an expert takes."""
+    return math.ceil(min(args.capacity_factor * tokens / args.experts, tokens))
 
 
 def characters(step: int, args: Namespace) -> torch.Tensor:
@@ -418,7 +423,7 @@ def mixture(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
     shared = {name: size for name, size in sizes.items() if ".experts." not in name}
     tokens = args.batch_size // n * args.seq_len
     of_experts = FLOAT64 * sum(math.prod(sizes[name]) for name in sizes.keys() - shared.keys()) / n
-    capacity = math.ceil(args.capacity_factor * tokens / args.experts)
+    capacity = capacity_of(tokens, args)
     exchange = FLOAT64 * args.experts * capacity * Shape().units * (n - 1) / n
     costs = buckets(args, n, shared)
     return {"calls": costs["calls"] | {"all_to_all": 4 * args.blocks},
@@ -428,6 +433,8 @@ def mixture(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
 
 
 MIXTURE = {"replicas": buckets, "experts": mixture, "functional": mixture}
+
+
 def recomputing(forwards: int) -> Callable[..., dict]:
     """Return the formula of activation checkpointing: an input of each group of blocks is kept."""
     def formula(args, n, sizes):

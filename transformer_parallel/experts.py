@@ -12,9 +12,10 @@ learns. So the model has E times the weights of an MLP, and a token costs as muc
     all-to-all   back: every token to where it came from
 
 All boxes have C = ceil(capacity_factor x tokens of a rank / E) places, or an all-to-all would need
-to know how much comes. Tokens without a place are dropped: the sum around the MLP carries them on.
-So that few are, a second loss asks for balance: E x the sum over the experts of (share of tokens) x
-(mean probability), over the tokens of a rank. It is part of the loss that is shown.
+to know how much comes; and at most one for each of these tokens. A token without a place is
+dropped: the sum around the MLP carries it on. So that few are, a second loss asks for balance: E x
+the sum over the experts of (share of tokens) x (mean probability), over the tokens of a rank. It is
+part of the loss that is shown.
 
     --ways        experts on each rank    sent in a step for each block, besides averaged gradients
     replicas      all E                   nothing, but the gradients of all experts are averaged
@@ -93,7 +94,7 @@ class Experts(nn.Module):
         gate, chosen = probabilities.max(-1)
         wanted = nn.functional.one_hot(chosen, self.n_experts)  # (tokens, E)
         place = (wanted.cumsum(0) - 1).gather(1, chosen[:, None])[:, 0]  # in the box of the expert
-        capacity = math.ceil(self.capacity_factor * len(tokens) / self.n_experts)
+        capacity = math.ceil(min(self.capacity_factor * len(tokens) / self.n_experts, len(tokens)))
         kept = place < capacity
         slot = (chosen * capacity + place)[kept]
         boxes = tokens.new_zeros(self.n_experts * capacity, tokens.shape[1])
@@ -227,7 +228,8 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    tutorial.require_room(args, mlps=args.experts)
+    places = min(args.capacity_factor, args.experts)  # for each token, in all boxes
+    tutorial.require_room(args, mlps=args.experts, places=places)
     tutorial.require_equal_parts(args)
     if args.experts % args.world_size:
         refuse(f"--experts {args.experts} must be a multiple of {args.world_size} ranks: each has "
