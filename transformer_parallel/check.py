@@ -12,6 +12,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,17 @@ from transformer_parallel.model import Shape, Transformer
 TOLERANCE, WHY = 1e-9, "float64 sums in another order"
 STEPS = 3
 FLOAT64 = 8  # bytes
+FAR_FROM_ROUNDING = 1e-10  # for two probabilities
 State = dict[str, torch.Tensor]
+
+
+class Routed(NamedTuple):
+    """Is what the router of a block did in a step."""
+
+    balance: torch.Tensor  # the second loss
+    wanted: list[int]  # tokens of each expert
+    went: list[list[int]]  # of each rank: how many of its tokens got a place at each expert
+    closest: float  # the smallest difference of a token's two largest probabilities
 
 
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
@@ -101,7 +112,7 @@ def compare(everyone: list[list[list[tuple[State, State]]]], measured: dict[str,
             args: Namespace) -> dict:
     """Hold what all ranks have recorded, and what is reported, against one process."""
     findings = Comparison(f"{args.world_size} processes")
-    losses, *oracle, routed = single_process(args)
+    losses, *oracle, routers = single_process(args)
     for (way, reported), of_ranks in zip(measured.items(), everyone, strict=True):
         for what, (name, states) in enumerate(zip(("gradients", "weights"), oracle, strict=True)):
             steps = [[rank[step][what] for rank in of_ranks] for step in range(args.steps)]
@@ -112,7 +123,12 @@ def compare(everyone: list[list[list[tuple[State, State]]]], measured: dict[str,
             if rank["losses"] != reported[0]["losses"]:
                 findings.holds(f"{way}, losses", False, "they differ between ranks")
         findings.close(f"{way}, losses", reported[0]["losses"], losses, TOLERANCE, WHY)
-        hold_costs(findings, way, reported, args, routed)
+        hold_costs(findings, way, reported, args, routers[-1])
+    if routers[-1]:
+        closest = min(router.closest for step in routers for router in step)
+        findings.holds("choices", closest > FAR_FROM_ROUNDING,
+                       f"the two most probable experts of a token differ by {closest:.0e} at least:"
+                       " no rounding moves a token to another one")
     return findings.as_dict()
 
 
@@ -151,29 +167,31 @@ def whole_model(args: Namespace) -> Transformer:
     return experts.with_experts(model, args) if hasattr(args, "experts") else model
 
 
-def single_process(args: Namespace) -> tuple[list[float], list[State], list[State], list]:
+def single_process(args: Namespace,
+                   ) -> tuple[list[float], list[State], list[State], list[list[Routed]]]:
     """Train alone, on whole batches.
 
     Returns:
-        The losses, gradients and weights of each step; what each router did in the last one.
+        The losses, gradients and weights of each step, and what the routers did in it.
     """
     weights = {name: parameter.detach().clone().requires_grad_()
                for name, parameter in whole_model(args).named_parameters()}
     optimizer = optim.AdamW(weights.values(), lr=args.lr)
-    losses, gradients, states = [], [], []
+    losses, gradients, states, routers = [], [], [], []
     for step in range(args.steps):
         tokens = characters(step, args)
         optimizer.zero_grad()
         routed = []
         logits = forward(weights, tokens[:, :-1], args, routed)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss = loss + sum(args.balance * balance for balance, _, _ in routed)
+        loss = loss + sum(args.balance * router.balance for router in routed)
         loss.backward()
         losses.append(loss.item())
+        routers.append(routed)
         gradients.append({name: weight.grad.clone() for name, weight in weights.items()})
         optimizer.step()
         states.append({name: weight.detach().clone() for name, weight in weights.items()})
-    return losses, gradients, states, routed
+    return losses, gradients, states, routers
 
 
 def forward(weights: State, tokens: torch.Tensor, args: Namespace, routed: list) -> torch.Tensor:
@@ -225,17 +243,16 @@ def of_experts(h: torch.Tensor, name: str, layer: Callable, args: Namespace, rou
     """Compute a mixture of experts, one token after the other of each rank's rows.
 
     The capacity is that of a rank, so the rows are cut as the ranks cut them. A token whose two
-    best experts differ by less than rounding could be sent elsewhere: of some ten thousand choices,
-    of probabilities that differ by about 1e-2, none comes near 1e-13.
+    best experts differ by less than rounding could be sent elsewhere; `compare` holds that none do.
 
     Args:
         h: (rows, length, units).
         name: of the layer.
         layer: `layer(x, name)` computes a linear one.
         args: the parsed flags.
-        routed: to this is appended (balance, tokens of each expert, number of dropped tokens).
+        routed: to this is appended what the router did.
     """
-    outputs, balance, counts, dropped = [], 0, [0] * args.experts, 0
+    outputs, balance, counts, went, closest = [], 0, [0] * args.experts, [], 1.0
     for rows in h.chunk(args.world_size):
         tokens = rows.flatten(0, 1)
         probabilities = layer(tokens, f"{name}.router").softmax(-1)
@@ -253,9 +270,11 @@ def of_experts(h: torch.Tensor, name: str, layer: Callable, args: Namespace, rou
             share = wants.count(expert) / len(wants)
             balance = balance + args.experts * share * probabilities[:, expert].mean()
             counts[expert] += wants.count(expert)
-        dropped += len(wants) - sum(map(len, kept))
+        went.append([len(of_expert) for of_expert in kept])
+        best = probabilities.sort(1).values[:, -2:]
+        closest = min(closest, (best[:, 1] - best[:, 0]).min().item())
         outputs.append(output.view_as(rows))
-    routed.append((balance / args.world_size, counts, dropped))
+    routed.append(Routed(balance / args.world_size, counts, went, closest))
     return torch.cat(outputs)
 
 
@@ -278,17 +297,18 @@ def characters(step: int, args: Namespace) -> torch.Tensor:
 
 
 def hold_costs(findings: Comparison, way: str, reported: list[dict], args: Namespace,
-               routed: list) -> None:
+               routed: list[Routed]) -> None:
     """Hold what the ranks have sent in a step, and what they hold, against the formulas."""
     n, sizes = args.world_size, {name: parameter.shape for name, parameter in
                                  whole_model(args).named_parameters()}
     if routed:
-        counts = [count for _, of_block, _ in routed for count in of_block]
-        for what, value in (("dropped", sum(dropped for _, _, dropped in routed)),
+        counts = [count for router in routed for count in router.wanted]
+        went = sum(sum(of_rank) for router in routed for of_rank in router.went)
+        for what, value in (("dropped", sum(counts) - went),
                             ("fullest", max(counts)), ("emptiest", min(counts))):
             findings.equal(f"{way}, {what}", [rank["figures"][what] for rank in reported],
                            [value] * n, "tokens of the last step")
-    formula = (MIXTURE if routed else FORMULAS).get(way)
+    formula = (mixtures(routed) if routed else FORMULAS).get(way)
     if formula is None:
         return
     expected = formula(args, n, sizes)
@@ -418,21 +438,38 @@ def context(way: str) -> Callable[..., dict]:
     return formula
 
 
-def mixture(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
-    """Compute the costs of sharded experts: averaged gradients of the others, four exchanges."""
-    shared = {name: size for name, size in sizes.items() if ".experts." not in name}
-    tokens = args.batch_size // n * args.seq_len
-    of_experts = FLOAT64 * sum(math.prod(sizes[name]) for name in sizes.keys() - shared.keys()) / n
-    capacity = capacity_of(tokens, args)
-    exchange = FLOAT64 * args.experts * capacity * Shape().units * (n - 1) / n
-    costs = buckets(args, n, shared)
-    return {"calls": costs["calls"] | {"all_to_all": 4 * args.blocks},
-            "sent": costs["sent"] + 4 * args.blocks * exchange,
-            **{what: costs[what] + (2 if what == "state" else 1) * of_experts
-               for what in ("weights", "gradients", "state")}}
+def mixtures(routed: list[Routed]) -> dict[str, Callable[..., dict]]:
+    """Return the formulas of experts: averaged gradients of the others, four exchanges in a block.
+
+    Args:
+        routed: what the routers did: `uneven` sends what has a place, and before it the counts.
+    """
+    def sharded(uneven):
+        def formula(args, n, sizes):
+            shared = {name: size for name, size in sizes.items() if ".experts." not in name}
+            of_experts = FLOAT64 * sum(math.prod(sizes[name])
+                                       for name in sizes.keys() - shared.keys()) / n
+            capacity = capacity_of(args.batch_size // n * args.seq_len, args)
+            rows = 2 * args.blocks * args.experts * capacity * (n - 1) / n  # in a forward
+            counts = 8 * args.blocks * args.experts * (n - 1) / n if uneven else 0
+            if uneven:
+                rows = max(sum(leaving(router, rank, n) for router in routed) for rank in range(n))
+            costs = buckets(args, n, shared)
+            return {"calls": costs["calls"] | {"all_to_all": (5 if uneven else 4) * args.blocks},
+                    "sent": costs["sent"] + counts + 2 * rows * FLOAT64 * Shape().units,
+                    **{what: costs[what] + (2 if what == "state" else 1) * of_experts
+                       for what in ("weights", "gradients", "state")}}
+        return formula
+
+    return {"replicas": buckets, "experts": sharded(False), "uneven": sharded(True),
+            "functional": sharded(False)}
 
 
-MIXTURE = {"replicas": buckets, "experts": mixture, "functional": mixture}
+def leaving(router: Routed, rank: int, n: int) -> int:
+    """Count the rows that leave a rank in a forward: its tokens, and those that it sends back."""
+    return sum(count for source, of_rank in enumerate(router.went)
+               for expert, count in enumerate(of_rank)
+               if (source == rank) != (expert * n // len(of_rank) == rank))
 
 
 def recomputing(forwards: int) -> Callable[..., dict]:

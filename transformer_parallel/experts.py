@@ -12,7 +12,7 @@ learns. So the model has E times the weights of an MLP, and a token costs as muc
     all-to-all   back: every token to where it came from
 
 All boxes have C = ceil(capacity_factor x tokens of a rank / E) places, or an all-to-all would need
-to know how much comes; and at most one for each of these tokens. A token without a place is
+to know how much comes; but at most one for each of these tokens. A token without a place is
 dropped: the sum around the MLP carries it on. So that few are, a second loss asks for balance: E x
 the sum over the experts of (share of tokens) x (mean probability), over the tokens of a rank. It is
 part of the loss that is shown.
@@ -20,10 +20,11 @@ part of the loss that is shown.
     --ways        experts on each rank    sent in a step for each block, besides averaged gradients
     replicas      all E                   nothing, but the gradients of all experts are averaged
     experts       E / N                   4 all-to-alls of E x C x units: forward, backward
-    functional    the same, with torch's exchange, which has its backward: of all this, torch has
+    uneven        E / N                   1 all-to-all of counts; 4 of the places that are not empty
+    functional    as experts, with torch's exchange, which has its backward: of all this, torch has
                   nothing else
 
-    python transformer_parallel/experts.py                          all three, on four ranks
+    python transformer_parallel/experts.py                          all four, on four ranks
     python transformer_parallel/experts.py --capacity_factor 0.5    who is dropped?
     python transformer_parallel/experts.py --balance 0
     python transformer_parallel/experts.py --check                  the same numbers as one process?
@@ -51,24 +52,32 @@ from transformer_parallel.model import MLP, Shape, Transformer, loss_of
 
 
 class Exchange(torch.autograd.Function):
-    """Sends a part of a tensor to each rank: the first dimension has one for each of them."""
+    """Sends a part of a tensor to each rank, cut along the first dimension."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return what all ranks have sent here, in their order: (ranks, ...) to the same."""
-        return exchanged(x)
+    def forward(ctx: Any, x: torch.Tensor, sent: list[int] | None = None,
+                received: list[int] | None = None) -> torch.Tensor:
+        """Return what all ranks have sent here, in their order; see `exchanged`."""
+        ctx.sent, ctx.received = sent, received
+        return exchanged(x, sent, received)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """Send the gradients back to where the parts came from, which is the same exchange."""
-        return exchanged(gradient)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Send the gradients back to where the parts came from: what came, goes."""
+        return exchanged(gradient, ctx.received, ctx.sent), None, None
 
 
-def exchanged(x: torch.Tensor) -> torch.Tensor:
-    """Give part r to rank r; return what all have given to this one."""
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, x.contiguous())
-    return received
+def exchanged(x: torch.Tensor, sent: list[int] | None = None,
+              received: list[int] | None = None) -> torch.Tensor:
+    """Give part r to rank r; return what all have given to this one.
+
+    Args:
+        x: the parts, one behind the other.
+        sent, received: how long they are, and those that come; by default, all are equal.
+    """
+    result = x.new_empty(sum(received) if received else len(x), *x.shape[1:])
+    dist.all_to_all_single(result, x.contiguous(), received, sent)
+    return result
 
 
 class Experts(nn.Module):
@@ -99,8 +108,8 @@ class Experts(nn.Module):
         slot = (chosen * capacity + place)[kept]
         boxes = tokens.new_zeros(self.n_experts * capacity, tokens.shape[1])
         boxes = boxes.index_put((slot,), tokens[kept]).view(self.n_experts, capacity, -1)
-        found = self.of_experts(boxes).flatten(0, 1)[slot] * gate[kept, None]
         self.tokens, self.dropped = wanted.sum(0), (~kept).sum()
+        found = self.of_experts(boxes).flatten(0, 1)[slot] * gate[kept, None]
         shares = self.tokens / len(tokens)
         self.balance = self.n_experts * (shares * probabilities.mean(0)).sum()
         return torch.zeros_like(tokens).index_put((kept.nonzero()[:, 0],), found).view_as(x)
@@ -124,11 +133,31 @@ class ShardedExperts(Experts):
 
     def of_experts(self, boxes: torch.Tensor) -> torch.Tensor:
         """Send the boxes to their experts, compute those that are here, and send them back."""
-        there = boxes.unflatten(0, (self.size, -1))  # (ranks, experts of each, places, units)
-        here = self.exchange(there)  # the same shape: own experts, and each rank's tokens for them
+        # Those of rank 0 for the experts that are here, of rank 1 for them, ...
+        here = self.exchange(boxes).unflatten(0, (self.size, -1))
         by_expert = here.transpose(0, 1).flatten(1, 2)  # (experts, places of all ranks, units)
         found = super().of_experts(by_expert).unflatten(1, (self.size, -1)).transpose(0, 1)
-        return self.exchange(found).flatten(0, 1)
+        return self.exchange(found.flatten(0, 1))
+
+
+class UnevenExperts(ShardedExperts):
+    """Leaves the empty places at home; how many are full, the ranks tell each other first."""
+
+    def of_experts(self, boxes: torch.Tensor) -> torch.Tensor:
+        """Send the counts, which have no gradient, and then the boxes."""
+        self.full = self.tokens.clamp(max=boxes.shape[1])  # places of each box
+        self.coming = exchanged(self.full)
+        return super().of_experts(boxes)
+
+    def exchange(self, boxes: torch.Tensor) -> torch.Tensor:
+        """Send the full places, and lay what comes into boxes again: twice (E, places, units)."""
+        places = torch.arange(boxes.shape[1], device=boxes.device)
+        sent, received = (counts.view(self.size, -1).sum(1).tolist()
+                          for counts in (self.full, self.coming))
+        rows = Exchange.apply(boxes[places < self.full[:, None]], sent, received)
+        there = (places < self.coming[:, None]).nonzero(as_tuple=True)
+        self.full, self.coming = self.coming, self.full  # next comes the way back
+        return torch.zeros_like(boxes).index_put(there, rows)
 
 
 class FunctionalExperts(ShardedExperts):
@@ -182,13 +211,19 @@ class Sharded(Replicas):
                 parameter.grad /= self.size
 
 
+class Uneven(Sharded):
+    """Sends no empty places."""
+
+    make_experts = UnevenExperts
+
+
 class Torchs(Sharded):
     """Does the same with torch's exchange."""
 
     make_experts = FunctionalExperts
 
 
-WAYS = {"replicas": Replicas, "experts": Sharded, "functional": Torchs}
+WAYS = {"replicas": Replicas, "experts": Sharded, "uneven": Uneven, "functional": Torchs}
 
 
 def with_experts(model: Transformer, args: Namespace,

@@ -8,7 +8,8 @@ Every communication of `torch.distributed` is an operator of torch, `c10d::allre
 `_c10d_functional::all_reduce`, which a dispatch mode sees. What is counted are the bytes that one
 of n ranks sends if the collective goes round a ring, which is the least that it can. For a tensor
 of B bytes, that is 2 B (n-1)/n in an all-reduce; B (n-1)/n in a reduce-scatter, an all-gather of B
-bytes in all, or an all-to-all; B in a send.
+bytes in all, or an all-to-all in equal parts; B in a send. An all-to-all in other parts sends what
+it does not keep.
 """
 
 from collections import Counter
@@ -52,20 +53,21 @@ class Traffic(TorchDispatchMode):
             name = NAMES.get(func.overloadpacket.__name__.rsplit(".", 1)[-1])
             if name is not None:
                 self.calls[name] += 1
-                self.sent[name] += _sent(name, args, _size_of_group(args))
+                self.sent[name] += _sent(name, args, _group_of(args))
         return result
 
 
-def _size_of_group(args: tuple) -> int:
+def _group_of(args: tuple) -> dist.ProcessGroup:
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return dist.ProcessGroup.unbox(arg).size()
+            return dist.ProcessGroup.unbox(arg)
         if isinstance(arg, str) and arg in dist.distributed_c10d._world.pg_names.values():
-            return dist.distributed_c10d._resolve_process_group(arg).size()
-    return dist.get_world_size()
+            return dist.distributed_c10d._resolve_process_group(arg)
+    return dist.group.WORLD
 
 
-def _sent(name: str, args: tuple, n: int) -> float:
+def _sent(name: str, args: tuple, group: dist.ProcessGroup) -> float:
+    n = group.size()
     tensors = [_bytes(arg) for arg in args if isinstance(arg, (torch.Tensor, list, tuple))]
     if name == "send":
         return tensors[0]
@@ -73,7 +75,17 @@ def _sent(name: str, args: tuple, n: int) -> float:
         return 2 * tensors[0] * (n - 1) / n
     if name == "all_gather":  # the smaller of the two is what this rank has
         return min(size for size in tensors if size) * (n - 1)
+    if name == "all_to_all":
+        return _to_others(args, n, group.rank())
     return max(tensors) * (n - 1) / n
+
+
+def _to_others(args: tuple, n: int, rank: int) -> float:
+    """Return the bytes of an all-to-all's input, without the part that stays here."""
+    mine = [arg for arg in args if isinstance(arg, torch.Tensor)][-1].nbytes  # behind the output
+    parts = [arg for arg in args if isinstance(arg, (list, tuple))][-1]  # behind those that come
+    stays = parts[rank] / sum(parts) if any(parts) else 1 / n  # without a list, all are equal
+    return mine * (1 - stays)
 
 
 def _bytes(value: Any) -> int:

@@ -2,19 +2,21 @@
 
 from tests.mutants import Mutant
 
-EXPERTS = "transformer_parallel/experts.py"
+EXPERTS, TRAFFIC = "transformer_parallel/experts.py", "transformer_parallel/traffic.py"
 
 
-def _experts(name, old, new, check):
-    return Mutant(name, EXPERTS, old, new, check=check,
+def _experts(name, old, new, check, file=EXPERTS):
+    return Mutant(name, file, old, new, check=check, program=EXPERTS,
                   flags=("--steps", 2, "--seq_len", 6, "--batch_size", 6, "--world_size", 2, "--experts", 4,
                          "--capacity_factor", 0.75, "--balance", 0.5))
 
 
 MUTANTS = [
-    _experts("gradients stay where the experts are", "which is the same exchange.\"\"\"\n        return exchanged(gradient)",
-             "which is the same exchange.\"\"\"\n        return gradient", "experts, (gradients|calls)"),
-    _experts("what is found is not sent back", "return self.exchange(found).flatten(0, 1)", "return found.flatten(0, 1)",
+    _experts("gradients stay where the experts are", "return exchanged(gradient, ctx.received, ctx.sent), None, None",
+             "return gradient, None, None", "experts, (gradients|calls)"),
+    _experts("in backward goes what went, not what came", "exchanged(gradient, ctx.received, ctx.sent)",
+             "exchanged(gradient, ctx.sent, ctx.received)", "uneven, gradients|error"),
+    _experts("what is found is not sent back", "return self.exchange(found.flatten(0, 1))", "return found.flatten(0, 1)",
              "experts, (gradients|losses)"),
     _experts("the gate is forgotten: the router does not learn", " * gate[kept, None]", "", "replicas, (gradients|losses)|error"),
     _experts("one token too many in a box", "kept = place < capacity", "kept = place <= capacity",
@@ -31,6 +33,18 @@ MUTANTS = [
              "experts, (gradients|losses)|error"),
     _experts("nobody asks for balance", "return loss + self.weight", "return loss + 0", "replicas, (gradients|losses)"),
     _experts("balance without its gradient", "probabilities.mean(0)", "probabilities.detach().mean(0)", "replicas, gradients"),
-    _experts("tokens of a rank for those of another", "here.transpose(0, 1).flatten(1, 2)",
-             "here.flip(0).transpose(0, 1).flatten(1, 2)", "experts, (gradients|losses)"),
+    _experts("tokens of a rank for those of another", "by_expert = here.transpose(0, 1)",
+             "by_expert = here.flip(0).transpose(0, 1)", "experts, (gradients|losses)"),
+    _experts("uneven: the counts of those who found no place, too", "self.tokens.clamp(max=boxes.shape[1])", "self.tokens",
+             "uneven, (gradients|bytes)|error"),
+    _experts("uneven: as much comes as goes", "self.coming = exchanged(self.full)", "self.coming = self.full",
+             "uneven, (gradients|calls)|error"),
+    _experts("uneven: the way back is the way there", "            self.full, self.coming = self.coming, self.full".strip(" "),
+             "pass", "uneven, (gradients|losses)|error"),
+    _experts("uneven: the last places are sent", "boxes[places < self.full[:, None]]",
+             "boxes.flip(1)[places < self.full[:, None]]", "uneven, (gradients|losses)"),
+    _experts("uneven: the empty places are sent, too", "self.full = self.tokens.clamp(max=boxes.shape[1])",
+             "self.full = torch.full_like(self.tokens, boxes.shape[1])", "uneven, bytes"),
+    _experts("what a rank keeps counts as sent", "return mine * (1 - stays)", "return mine", "experts, bytes", TRAFFIC),
+    _experts("all parts count as equal", "parts[rank] / sum(parts) if any(parts) else 1 / n", "1 / n", "uneven, bytes", TRAFFIC),
 ]
