@@ -13,7 +13,7 @@ def _experts(name, old, new, check, file=EXPERTS):
 
 MUTANTS = [
     _experts("gradients stay where the experts are", "return exchanged(gradient, ctx.received, ctx.sent), None, None",
-             "return gradient, None, None", "experts, (gradients|calls)"),
+             "return gradient, None, None", "experts, (gradients|calls)|error"),
     _experts("in backward goes what went, not what came", "exchanged(gradient, ctx.received, ctx.sent)",
              "exchanged(gradient, ctx.sent, ctx.received)", "uneven, gradients|error"),
     _experts("what is found is not sent back", "return self.exchange(found.flatten(0, 1))", "return found.flatten(0, 1)",
