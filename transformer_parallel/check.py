@@ -23,7 +23,7 @@ from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from transformer_parallel import experts
+from transformer_parallel import experts, results
 from transformer_parallel import main as tutorial
 from transformer_parallel.model import Shape, Transformer
 
@@ -68,6 +68,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
                     steps.append((gradients, held(way, "data")))
 
                 way.after_step = noted
+                watch_costs(way)
                 return way
 
             torch.manual_seed(rank)  # nothing may depend on what was drawn before
@@ -86,6 +87,37 @@ def on_rank_0(steps: list[tuple[State, State]]) -> list[list[tuple[State, State]
     return everyone
 
 
+def watch_costs(way: object) -> None:
+    """Add to a way's figures what only shows while it runs.
+
+    "weights held at most": where ZeRO gathers units, the bytes after each gathering.
+    "on their way": what was sent in backward, and is not waited for when backward is over.
+    """
+    most, counted = {}, way.figures
+
+    def note(what, number):
+        most[what] = max(number, most.get(what, 0))
+
+    def noting_weights(gather):
+        def gather_and_note():
+            gather()
+            weights = [*way.model.parameters(), *way.parameters()]
+            note("weights held at most", sum(results.storages_of(weights).values()))
+        return gather_and_note
+
+    def noting_works(finish):
+        def note_and_finish():
+            note("on their way", len(way.works))
+            finish()
+        return note_and_finish
+
+    for unit in getattr(way, "units", []):
+        unit.gather_weights = noting_weights(unit.gather_weights)
+    if hasattr(way, "works"):
+        way.finish = noting_works(way.finish)
+    way.figures = lambda: {**counted(), **most}
+
+
 def held(way: object, what: str) -> State:
     """Copy what this rank holds, by name: of its parameters, or of the parts that ZeRO has cut.
 
@@ -96,10 +128,16 @@ def held(way: object, what: str) -> State:
     named = {re.sub(r"^(module|\d+)\.", "", name): parameter
              for name, parameter in way.model.named_parameters()}
     units = getattr(way, "units", [])
-    sharded = [unit.whole.untyped_storage().nbytes() == 0 for unit in units]
+    # zero3's parts have memory of their own: what may be left in the whole is of the step before.
+    sharded = [storage_of(unit.part) != storage_of(unit.whole) for unit in units]
     if units and (what == "grad" or any(sharded)):
         named = {f"unit {number}": unit.part for number, unit in enumerate(units)}
     return {name: copied(getattr(parameter, what)) for name, parameter in named.items()}
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor begins."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def copied(value: torch.Tensor) -> torch.Tensor:
@@ -345,6 +383,12 @@ def buckets(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
     return replicas(args, n, sizes, count)
 
 
+def overlap(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
+    """Compute the same, where nothing is waited for in backward."""
+    costs = buckets(args, n, sizes)
+    return {**costs, "figures": {"on their way": costs["calls"]["all_reduce"]}}
+
+
 def zero(stage: int) -> Callable[..., dict]:
     """Return the formula of a stage of ZeRO; each unit is padded to parts of the same length."""
     def formula(args, n, sizes):
@@ -353,13 +397,16 @@ def zero(stage: int) -> Callable[..., dict]:
             unit = re.match(r"blocks\.\d+|\w+", name)[0]
             units[unit] = units.get(unit, 0) + math.prod(size)
         whole = FLOAT64 * sum(units.values())
-        part = FLOAT64 * sum(math.ceil(unit / n) for unit in units.values())
+        parts = [FLOAT64 * math.ceil(unit / n) for unit in units.values()]
+        part = sum(parts)
         padded = n * part
         gathers = 2 if stage == 3 else 1
         return {"calls": {"all_gather": gathers * len(units), "reduce_scatter": len(units)},
                 "sent": (1 + gathers) * part * (n - 1),
                 "weights": part if stage == 3 else padded,
-                "gradients": whole if stage == 1 else part, "state": 2 * part}
+                "gradients": whole if stage == 1 else part, "state": 2 * part,
+                "figures": {"weights held at most":
+                            part + n * max(parts) if stage == 3 else padded}}
     return formula
 
 
@@ -484,7 +531,7 @@ def recomputing(forwards: int) -> Callable[..., dict]:
 FORMULAS = {
     "each": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)),
     "replicas": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)),
-    "buckets": buckets, "overlap": buckets, "ddp": replicas,
+    "buckets": buckets, "overlap": overlap, "ddp": replicas,
     "zero1": zero(1), "zero2": zero(2), "zero3": zero(3), "fsdp": fsdp,
     "tensor": tensor(False), "sequence": tensor(True),
     "gather": context("gather"), "ring": context("ring"), "zigzag": context("zigzag"),
