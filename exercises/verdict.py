@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 from exercises.catalog import Exercise
+from exercises.costs import waste_in
 from exercises.overlay import Copy, Line
 from exercises.running import Ended, Rank
 from exercises.words import say
@@ -21,8 +22,9 @@ class Verdict:
     """Keeps what a run has shown, in no language yet.
 
     Args:
-        kind: "passed", "refused" (the file was not run), "finding" (of `--check`), "raised" (an
-            exception), "waits", "loops", "too_long", "no_verdict", "off" (a prediction).
+        kind: "passed", "refused" (the file was not run), "finding" (of `--check`), "wasteful" (its
+            numbers are right, its costs are not), "raised" (an exception), "waits", "loops",
+            "too_long", "no_verdict", "off" (a prediction).
         parts: what is said, in order.
         evidence: the findings or the exception in the words of the lesson.
         message: that of the exercise's messages that fits, a dict; or None.
@@ -65,7 +67,14 @@ def of_run(ended: Ended, copy: Copy) -> Verdict:
     if ended.why:
         return _hanging(ended, copy)
     failed = [finding.removesuffix(": FAIL") for finding in findings if finding.endswith(": FAIL")]
-    return _finding(failed, copy.exercise) if failed else _raised(ended, copy)
+    if not failed:
+        return _raised(ended, copy)
+    waste = waste_in(failed)
+    if waste == []:
+        return Verdict("passed", [("passed", {"findings": len(findings)})])
+    if waste:
+        return not_yet(copy.exercise, "wasteful", [("wasteful", {}), *waste], "\n".join(failed))
+    return _finding(failed, copy.exercise)
 
 
 def _finding(failed: list[str], exercise: Exercise) -> Verdict:

@@ -98,8 +98,9 @@ def introduce(exercise: Exercise, file: Path, language: str) -> None:
     words = exercise.text[language]
     kind = say(exercise.kind, language)
     print(say("title", language, number=exercise.number, title=words["title"]))
-    print(say("where", language, chapter=exercise.chapter, cell=exercise.cell, kind=kind,
-              minutes=exercise.minutes))
+    cell = exercise.text.get("cell")
+    print(say("where" if cell else "where_no_cell", language, chapter=exercise.chapter, cell=cell,
+              kind=kind, minutes=exercise.minutes))
     print(f"\n{words['task'].strip()}\n")
     print(say("edit", language, file=file))
     sys.stdout.flush()

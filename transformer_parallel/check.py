@@ -91,9 +91,9 @@ def watch_costs(way: object) -> None:
     """Add to a way's figures what only shows while it runs.
 
     "weights held at most": where ZeRO gathers units, the bytes after each gathering.
-    "on their way": what was sent in backward, and is not waited for when backward is over.
+    "gradients behind a bucket": how many backward finds while a bucket is on its way.
     """
-    most, counted = {}, way.figures
+    most, counted, behind = {}, way.figures, []
 
     def note(what, number):
         most[what] = max(number, most.get(what, 0))
@@ -105,16 +105,20 @@ def watch_costs(way: object) -> None:
             note("weights held at most", sum(results.storages_of(weights).values()))
         return gather_and_note
 
-    def noting_works(finish):
+    def noting_gradients(finish):
         def note_and_finish():
-            note("on their way", len(way.works))
+            note("gradients behind a bucket", len(behind))
+            behind.clear()
             finish()
         return note_and_finish
 
     for unit in getattr(way, "units", []):
+        note("weights held at most", 0)
         unit.gather_weights = noting_weights(unit.gather_weights)
     if hasattr(way, "works"):
-        way.finish = noting_works(way.finish)
+        way.finish = noting_gradients(way.finish)
+        for parameter in way.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: behind.extend(way.works[:1]))
     way.figures = lambda: {**counted(), **most}
 
 
@@ -375,18 +379,25 @@ def replicas(args: Namespace, n: int, sizes: dict[str, torch.Size], calls: int |
 
 def buckets(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
     """Compute the same in buckets, of which each is full with what makes it long enough."""
-    count, held = 1, 0
-    for size in reversed(sizes.values()):
-        if held >= args.bucket_kb * 1000:
-            count, held = count + 1, 0
-        held += FLOAT64 * math.prod(size)
-    return replicas(args, n, sizes, count)
+    return replicas(args, n, sizes, len(in_buckets(args, sizes)))
 
 
 def overlap(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
-    """Compute the same, where nothing is waited for in backward."""
-    costs = buckets(args, n, sizes)
-    return {**costs, "figures": {"on their way": costs["calls"]["all_reduce"]}}
+    """Compute the same, where the first bucket leaves with its last gradient."""
+    behind = len(sizes) - in_buckets(args, sizes)[0] + 1
+    return {**buckets(args, n, sizes), "figures": {"gradients behind a bucket": behind}}
+
+
+def in_buckets(args: Namespace, sizes: dict[str, torch.Size]) -> list[int]:
+    """Count the gradients of each bucket."""
+    counts, held = [0], 0
+    for size in reversed(sizes.values()):
+        if held >= args.bucket_kb * 1000:
+            counts.append(0)
+            held = 0
+        counts[-1] += 1
+        held += FLOAT64 * math.prod(size)
+    return counts
 
 
 def zero(stage: int) -> Callable[..., dict]:

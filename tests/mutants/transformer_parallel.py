@@ -29,7 +29,13 @@ MUTANTS = [
             "overlap, (gradients|calls)|error", MAIN, "--accumulate", 2),
     _mutant("overlap, a bucket is waited for in backward", MAIN,
             "self.works.append(dist.all_reduce(self.buckets[number][0], async_op=True))",
-            "dist.all_reduce(self.buckets[number][0])", "overlap, on their way"),
+            "dist.all_reduce(self.buckets[number][0])", "overlap, gradients behind"),
+    _mutant("overlap, all buckets leave with the last gradient", MAIN,
+            """            if self.missing[number] == 0:
+                self.works.append(dist.all_reduce(self.buckets[number][0], async_op=True))
+""", """            if not any(self.missing):
+                self.works = [dist.all_reduce(vector, async_op=True) for vector, _ in self.buckets]
+""", "overlap, gradients behind"),
     _mutant("overlap, averaged after each accumulated backward", MAIN,
             "        self.syncing = False\n        yield\n        self.syncing = True\n",
             "        yield\n        self.finish()\n", "overlap, (calls|bytes sent)", MAIN, "--accumulate", 2),
