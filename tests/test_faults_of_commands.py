@@ -214,7 +214,7 @@ def test_fault_beside_the_ranks(way, phase, tmp_path):
         for row, folder, of_row in runs:
             if "SIGCONT" in row.deeds:
                 problems += outcome(row, folder, of_row, began)
-        assert problems == []
+        assert not problems, "\n".join(problems)
 
 
 def outcome(row, folder, runs, began):
