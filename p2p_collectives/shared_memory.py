@@ -12,6 +12,10 @@ left of the communication is to wait for each other, twice.
     rank 3  [    v    |         |         |         ]  3. wait until all slices are written
              rank 0    rank 1    rank 2    rank 3
 
+A small tensor takes less time than a wait. It is copied to where all can read it, and after one
+wait each rank reads all tensors, for itself. The next one goes to a second place, so that nobody
+has to wait until all have read the first.
+
 Several machines: reduce-scatter inside of each, rings between them, all-gather inside of each
 (`HierarchicalAllReduce`).
 
@@ -41,7 +45,7 @@ from common.session import group_options
 from p2p_collectives import shared_memory_results as results
 from p2p_collectives.fast_ring import RingAllReduce, group_with_small_buffers
 from p2p_collectives.ring_allreduce import contribution
-from p2p_collectives.shared_memory_results import COPIED, HIERARCHICAL, SHARED
+from p2p_collectives.shared_memory_results import COPIED, HIERARCHICAL, SHARED, SMALL_BYTES
 
 EXAMPLE = "p2p_collectives/shared_memory"
 BLOCK_SIZE = 2**16  # elements of a slice that are added up at a time: a core's cache holds them
@@ -77,8 +81,10 @@ class SharedMemory:
         opened = [None] * dist.get_world_size()
         dist.all_gather_object(opened, paths)
         row = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
-        self.rows = torch.from_file(opened[self.ranks[0]][0], shared=True, size=self.size * row,
-                                    dtype=torch.uint8).view(self.size, row)
+        length = row + 2 * SMALL_BYTES
+        self.rows, *self.small = torch.from_file(
+            opened[self.ranks[0]][0], shared=True, size=self.size * length, dtype=torch.uint8,
+        ).view(self.size, length).split([row, SMALL_BYTES, SMALL_BYTES], dim=1)
         others = self.ranks[1:] if self.place == 0 else self.ranks[:1]
         self.inbox = inbox
         self.outboxes = [os.open(opened[rank][1], os.O_WRONLY) for rank in others]
@@ -120,22 +126,34 @@ class SharedMemory:
             n -= arrived
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum over all ranks of this machine: bitwise identical on all, each slice is summed once.
+        """Sum over all ranks of this machine: bitwise identical on all.
 
         Like the next two, in place, for a contiguous tensor as long as on all other ranks.
         """
+        if tensor.nbytes <= SMALL_BYTES:
+            tensor.view(-1).copy_(self._read_all(tensor).sum(dim=0, dtype=tensor.dtype))
+            return
         with self._shared(tensor) as slices:
             for block in slices[self.place].split(BLOCK_SIZE, dim=1):
                 block.copy_(block.sum(dim=0, dtype=tensor.dtype))
 
     def reduce_scatter(self, tensor: torch.Tensor) -> None:
         """Sum slice r of all into that of rank r; what is left in the others is undefined."""
+        if tensor.nbytes <= SMALL_BYTES:
+            mine, of_all = (whole.tensor_split(self.size, dim=-1)[self.place]
+                            for whole in (tensor.view(-1), self._read_all(tensor)))
+            mine.copy_(of_all.sum(dim=0, dtype=tensor.dtype))
+            return
         with self._shared(tensor) as slices:
             for block in slices[self.place].split(BLOCK_SIZE, dim=1):
                 block[self.place] = block.sum(dim=0, dtype=tensor.dtype)
 
     def all_gather(self, tensor: torch.Tensor) -> None:
         """Copy slice r from rank r to all."""
+        if tensor.nbytes <= SMALL_BYTES:
+            slices = self._read_all(tensor).tensor_split(self.size, dim=1)
+            torch.cat([of_all[place] for place, of_all in enumerate(slices)], out=tensor.view(-1))
+            return
         with self._shared(tensor) as slices:
             for place, of_all in enumerate(slices):
                 if place != self.place:
@@ -154,6 +172,17 @@ class SharedMemory:
         self.barrier()  # all slices are
         if elsewhere:
             flat.copy_(mine)
+
+    def _read_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the small tensors of all ranks, (ranks, elements), until the call after next.
+
+        Who gets there writes into the same place again, but has waited for all in between.
+        """
+        self.small.reverse()
+        of_all = self.small[0][:, : tensor.nbytes].view(tensor.dtype)
+        of_all[self.place] = tensor.view(-1)
+        self.barrier()  # all have written theirs
+        return of_all
 
 
 class HierarchicalAllReduce:

@@ -4,7 +4,8 @@ The lesson measures with all ranks as one machine, and as several (`--ranks_per_
 ranks share memory with fewer others. Instead of its numbers each rank has random ones, in sizes
 that do not divide. In the first round the last rank is late: it writes its tensor after the others
 have called, comes late from each barrier, and as soon as its call has returned every rank writes
-something else into its tensor. Who does not wait for the others reads or keeps wrong numbers.
+something else into its tensor, and begins another call. Who does not wait for the others reads or
+keeps wrong numbers.
 """
 
 import os
@@ -112,8 +113,10 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
                     tensor.copy_(brought)
                 began, first = time.perf_counter(), len(messages.sent)
                 function(tensor)
-                late[0] = False
                 result = tensor.clone()
+                if repeat == 0 and way in (lesson.SHARED, lesson.COPIED):  # the others go on
+                    function(torch.full_like(tensor, GARBAGE))
+                late[0] = False
                 tensor.fill_(GARBAGE)
                 if is_last and collective == TIMED and size == where["largest"]:
                     time.sleep(LOSES_S[repeat])

@@ -12,6 +12,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 # Ways to make them, as `shared_memory.py` names them.
 SHARED, COPIED = "shared_memory", "shared_memory_copied"
 HIERARCHICAL = "hierarchical"
+SMALL_BYTES = 2**17  # of a tensor for which the ranks wait once; from here on, twice
 MACHINE_WORDS = {"en": ("one machine", "{machines} machines"),
                  "ja": ("1台のマシン", "{machines}台のマシン")}
 WORDS = {
@@ -70,7 +71,8 @@ def finish(metrics: dict, args: Namespace) -> dict:
     """
     if model := fit([(2, 2 * args.world_size * row["bytes"], row["median_s"])
                      for row in metrics["rows"]
-                     if (row["collective"], row["way"]) == ("all_reduce", SHARED)]):
+                     if (row["collective"], row["way"]) == ("all_reduce", SHARED)
+                     and row["bytes"] > SMALL_BYTES]):
         metrics |= {"barrier_s": model[0], "memory_GBps": model[1] / 1e9}
     metrics = report.save_metrics(args, metrics, backend="gloo", device="cpu")
     if args.world_size > 1:
@@ -113,6 +115,7 @@ def show(metrics: dict) -> None:
         print(f"{size_text(row['bytes']):10}{row['collective']:16}{row['way']:22}"
               f"{1e3 * row['median_s']:9.2f} ms{row['vs_gloo']:10.2f}")
     if "barrier_s" in metrics:
-        print("\nshared memory: T = 2 barrier + traffic / memory, fitted to all_reduce: barrier "
-              f"{1e6 * metrics['barrier_s']:.0f} us, memory {metrics['memory_GBps']:.1f} GB/s")
+        print("\nshared memory: T = 2 barrier + traffic / memory, fitted to all_reduce above "
+              f"{size_text(SMALL_BYTES)}: barrier {1e6 * metrics['barrier_s']:.0f} us, memory "
+              f"{metrics['memory_GBps']:.1f} GB/s")
     print()

@@ -22,6 +22,7 @@ from common.recorder import Recorder
 from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from transformer_parallel import experts, results
 from transformer_parallel import main as tutorial
@@ -145,8 +146,9 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def copied(value: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the CPU; of a DTensor, what is here."""
-    value = value.to_local() if isinstance(value, DTensor) else value
+    """Copy a tensor to the CPU; a DTensor with what the other ranks have of it."""
+    with _disable_current_modes():  # the program has not sent this
+        value = value.full_tensor() if isinstance(value, DTensor) else value
     return value.detach().cpu().clone()
 
 
@@ -178,7 +180,8 @@ def together(states: list[State], whole: State) -> tuple[State, State]:
     """Put together what the ranks hold; return it, and what one process has in the same form.
 
     A tensor that a rank has whole is held as a copy of its own. What is smaller was cut along the
-    first dimension that is: the parts are side by side, in the order of the ranks.
+    first dimension that is: the parts are side by side, in the order of the ranks. If fewer parts
+    than there are ranks make the whole, the next ranks have a copy of it.
 
     Args:
         states: of each rank.
@@ -197,7 +200,8 @@ def together(states: list[State], whole: State) -> tuple[State, State]:
         if found and found[0].shape != tensor.shape:
             cut = next(dim for dim in range(tensor.dim())
                        if found[0].shape[dim] != tensor.shape[dim])
-            found = [torch.cat(found, cut)]
+            n = math.ceil(tensor.shape[cut] / found[0].shape[cut])
+            found = [torch.cat(found[first:first + n], cut) for first in range(0, len(found), n)]
         ours[name], theirs[name] = found, [tensor] * max(1, len(found))
     return ours, theirs
 
@@ -454,6 +458,15 @@ def tensor(sequence: bool) -> Callable[..., dict]:
     return formula
 
 
+def grid(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
+    """Compute the costs of tensor parallelism inside of rows, and of averages along columns."""
+    rows = n // args.tensor
+    of_row = Namespace(**{**vars(args), "batch_size": args.batch_size // rows})
+    costs = tensor(False)(of_row, args.tensor, sizes)
+    return {**costs, "calls": {"all_reduce": costs["calls"]["all_reduce"] + len(sizes)},
+            "sent": costs["sent"] + 2 * costs["gradients"] * (rows - 1) / rows}
+
+
 def pipeline(stages: int, in_flight: Callable[[int, int], int]) -> Callable[..., dict]:
     """Return the formula of a pipeline with so many stages on each rank.
 
@@ -545,6 +558,7 @@ FORMULAS = {
     "buckets": buckets, "overlap": overlap, "ddp": replicas,
     "zero1": zero(1), "zero2": zero(2), "zero3": zero(3), "fsdp": fsdp,
     "tensor": tensor(False), "sequence": tensor(True),
+    "data": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)), "data_tensor": grid,
     "gather": context("gather"), "ring": context("ring"), "zigzag": context("zigzag"),
     "plain": recomputing(1), "recompute": recomputing(2), "checkpoint": recomputing(2),
     "gpipe": pipeline(1, lambda n, m: m), "1f1b": pipeline(1, min),

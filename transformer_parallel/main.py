@@ -198,20 +198,20 @@ def train(rank: int, world_size: int, make_way: type[Each], args: Namespace) -> 
     device = device_of_ranks(args)
     torch.manual_seed(args.seed)  # the same weights on all ranks
     way = make_way(Transformer(Shape(blocks=args.blocks)).to(device), args)
-    optimizer = optim.AdamW(way.parameters(), lr=args.lr)
+    way.optimizer = optim.AdamW(way.parameters(), lr=args.lr)
     losses, seconds, waited = [], [], []
     for step in range(args.steps):
         tokens, following = (way.part(whole).to(device) for whole in batch_of(step, args))
         last_step = step == args.steps - 1
         with Traffic() if last_step else contextlib.nullcontext() as traffic:
             began = time.perf_counter()
-            optimizer.zero_grad(set_to_none=False)  # the gradients stay where they are
+            way.optimizer.zero_grad(set_to_none=False)  # the gradients stay where they are
             loss = way.forward_backward(tokens, following, args.accumulate)
-            held = results.held_bytes(way, optimizer) if last_step else {}
+            held = results.held_bytes(way) if last_step else {}
             computed = time.perf_counter()
             way.finish()
             waited.append(time.perf_counter() - computed)
-            optimizer.step()
+            way.optimizer.step()
             way.after_step()
             seconds.append(time.perf_counter() - began)
         losses.append(report.require_finite(way.reported(loss), f"in step {step + 1}"))

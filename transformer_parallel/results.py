@@ -6,7 +6,6 @@ from argparse import Namespace
 import torch
 import torch.distributed as dist
 from common import report
-from torch import optim
 from torch.distributed.tensor import DTensor
 
 from transformer_parallel.model import Shape, Transformer
@@ -21,19 +20,18 @@ def mean_of_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -
     return (mean / dist.get_world_size(group)).item()
 
 
-def held_bytes(way: object, optimizer: optim.Optimizer) -> dict[str, int]:
+def held_bytes(way: object) -> dict[str, int]:
     """Count the bytes of weights, gradients and optimizer state that this rank holds now.
 
     Args:
-        way: has the `model`, and the `parameters()` that the optimizer steps.
-        optimizer: of those.
+        way: has the `model`, and the `parameters()` that its `optimizer` steps.
 
     Returns:
         `{"weights": ..., "gradients": ..., "state": ...}`. A storage counts once, whoever looks at
         it, and with what it has: that of freed weights has nothing.
     """
     parameters = [*way.model.parameters(), *way.parameters()]
-    states = [value for state in optimizer.state.values() for value in state.values()]
+    states = [value for state in way.optimizer.state.values() for value in state.values()]
     kinds = {"weights": parameters, "gradients": [parameter.grad for parameter in parameters],
              "state": [value for value in states if value.dim()]}  # not the counters of steps
     return {kind: sum(storages_of(tensors).values()) for kind, tensors in kinds.items()}

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from common.cli import Parser, refuse
 from common.program import run_program
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -48,110 +48,119 @@ from transformer_parallel import results
 from transformer_parallel.main import Each, role_name
 from transformer_parallel.model import Shape, Transformer, loss_of
 
+Group = dist.ProcessGroup | None  # whose ranks have the parts; None is all
+
 
 class Copy(torch.autograd.Function):
     """Is f: what every rank has, each uses for its part; the gradients of all parts are summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Return x."""
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Sum over the ranks."""
-        return all_reduced(gradient)
+        return all_reduced(gradient, ctx.group), None
 
 
 class Sum(torch.autograd.Function):
     """Is g: the sum of what the ranks have, on each of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Sum over the ranks."""
-        return all_reduced(x)
+        return all_reduced(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradient: every rank has that of the sum."""
-        return gradient
+        return gradient, None
 
 
 class Gather(torch.autograd.Function):
     """Takes the place of f in `sequence`: (N, T / ranks, units) to (N, T, units)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Fetch the tokens of all ranks."""
-        return gathered(x)
+        ctx.group = group
+        return gathered(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Sum over the ranks, and keep the own tokens."""
-        return scattered_sum(gradient)
+        return scattered_sum(gradient, ctx.group), None
 
 
 class ScatterSum(torch.autograd.Function):
     """Takes the place of g in `sequence`: (N, T, units) to (N, T / ranks, units)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Sum over the ranks, and keep the own tokens."""
-        return scattered_sum(x)
+        ctx.group = group
+        return scattered_sum(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Fetch the gradients of all tokens."""
-        return gathered(gradient)
+        return gathered(gradient, ctx.group), None
 
 
-def all_reduced(x: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
+def all_reduced(x: torch.Tensor, group: Group,
+                op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
     """Return the sum, or the maximum, over the ranks."""
     x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, op)
+    dist.all_reduce(x, op, group)
     return x
 
 
-def gathered(x: torch.Tensor) -> torch.Tensor:
+def gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the tokens of all ranks, side by side."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format)
-             for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.contiguous())
+             for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group)
     return torch.cat(parts, dim=1)
 
 
-def scattered_sum(x: torch.Tensor) -> torch.Tensor:
+def scattered_sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the sum over the ranks, of this rank's tokens."""
-    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(), dim=1)]
+    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), dim=1)]
     mine = torch.empty_like(parts[0])
-    dist.reduce_scatter(mine, parts)
+    dist.reduce_scatter(mine, parts, group=group)
     return mine
 
 
 class RowLinear(nn.Module):
     """Has some of the inputs of a linear layer; the bias is added once, to the sum."""
 
-    def __init__(self, layer: nn.Linear, total: type[torch.autograd.Function]) -> None:
+    def __init__(self, layer: nn.Linear, total: type[torch.autograd.Function],
+                 group: Group) -> None:
         super().__init__()
-        self.weight, self.bias, self.total = part_of(layer.weight, 1), layer.bias, total
+        self.weight, self.bias = part_of(layer.weight, 1, group), layer.bias
+        self.total, self.group = total, group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute (N, T, some inputs) to outputs, summed over the ranks."""
-        return self.total.apply(F.linear(x, self.weight)) + self.bias
+        return self.total.apply(F.linear(x, self.weight), self.group) + self.bias
 
 
 class RowEmbedding(nn.Module):
     """Has the vectors of some characters; for all others, another rank has one."""
 
-    def __init__(self, layer: nn.Embedding, total: type[torch.autograd.Function]) -> None:
+    def __init__(self, layer: nn.Embedding, total: type[torch.autograd.Function],
+                 group: Group) -> None:
         super().__init__()
-        self.weight, self.total = part_of(layer.weight, 0), total
-        self.first = dist.get_rank() * len(self.weight)
+        self.weight, self.total, self.group = part_of(layer.weight, 0, group), total, group
+        self.first = dist.get_rank(group) * len(self.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Look up what is here, zero elsewhere; sum over the ranks: (N, T, units)."""
         rows, here = rows_here(tokens, self.first, len(self.weight))
-        return self.total.apply(F.embedding(rows, self.weight) * here[..., None])
+        return self.total.apply(F.embedding(rows, self.weight) * here[..., None], self.group)
 
 
 def rows_here(tokens: torch.Tensor, first: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,48 +169,51 @@ def rows_here(tokens: torch.Tensor, first: int, n: int) -> tuple[torch.Tensor, t
     return torch.where(here, tokens - first, 0), here
 
 
-def part_of(weight: torch.Tensor, dim: int) -> nn.Parameter:
+def part_of(weight: torch.Tensor, dim: int, group: Group) -> nn.Parameter:
     """Return this rank's part of a weight, a parameter of its own memory."""
-    part = weight.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    part = weight.detach().chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
     return nn.Parameter(part.clone(memory_format=torch.contiguous_format))
 
 
 def cut(model: Transformer, enter: type[torch.autograd.Function],
-        leave: type[torch.autograd.Function]) -> Transformer:
+        leave: type[torch.autograd.Function], group: Group) -> Transformer:
     """Cut the layers of a model, in place.
 
     Args:
         model: the whole model.
         enter, leave: what stands before a layer cut by outputs, and behind one cut by inputs:
             `Copy` and `Sum`, or `Gather` and `ScatterSum`.
+        group: of the ranks that have a part each.
     """
-    model.embedding = RowEmbedding(model.embedding, leave)
+    model.embedding = RowEmbedding(model.embedding, leave, group)
     for block in model.blocks:
         for layer in (block.attention.query, block.attention.key, block.attention.value,
                       block.mlp.up):
-            layer.weight, layer.bias = part_of(layer.weight, 0), part_of(layer.bias, 0)
-        block.attention.out = RowLinear(block.attention.out, leave)
-        block.mlp.down = RowLinear(block.mlp.down, leave)
-    model.head.weight = part_of(model.head.weight, 0)
+            layer.weight = part_of(layer.weight, 0, group)
+            layer.bias = part_of(layer.bias, 0, group)
+        block.attention.out = RowLinear(block.attention.out, leave, group)
+        block.mlp.down = RowLinear(block.mlp.down, leave, group)
+    model.head.weight = part_of(model.head.weight, 0, group)
     for module in (*(part for block in model.blocks for part in (block.attention, block.mlp)),
                    model.head):
-        module.register_forward_pre_hook(lambda _, inputs: enter.apply(*inputs))
+        module.register_forward_pre_hook(lambda _, inputs: enter.apply(*inputs, group))
     return model
 
 
-def vocabulary_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def vocabulary_loss(logits: torch.Tensor, targets: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the mean cross-entropy of logits of which each rank has some characters.
 
     Args:
         logits: (N, T, vocabulary / ranks).
         targets: (N, T), characters of the whole vocabulary.
+        group: of these ranks.
     """
-    largest = all_reduced(logits.detach().amax(dim=-1), dist.ReduceOp.MAX)
+    largest = all_reduced(logits.detach().amax(dim=-1), group, dist.ReduceOp.MAX)
     logits = logits - largest[..., None]  # so that no exponential overflows
-    total = Sum.apply(logits.exp().sum(dim=-1))
+    total = Sum.apply(logits.exp().sum(dim=-1), group)
     n = logits.shape[-1]
-    rows, here = rows_here(targets, dist.get_rank() * n, n)
-    of_target = Sum.apply(logits.gather(-1, rows[..., None])[..., 0] * here)
+    rows, here = rows_here(targets, dist.get_rank(group) * n, n)
+    of_target = Sum.apply(logits.gather(-1, rows[..., None])[..., 0] * here, group)
     return (total.log() - of_target).mean()
 
 
@@ -210,8 +222,9 @@ class Tensor(Each):
 
     enter, leave = Copy, Sum
 
-    def __init__(self, model: Transformer, args: Namespace) -> None:
-        super().__init__(cut(model, self.enter, self.leave), args)
+    def __init__(self, model: Transformer, args: Namespace, group: Group = None) -> None:
+        super().__init__(cut(model, self.enter, self.leave, group), args)
+        self.group = group
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the whole batch."""
@@ -219,7 +232,7 @@ class Tensor(Each):
 
     def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         """Return the loss, the same on all ranks."""
-        return vocabulary_loss(self.model(tokens), following)
+        return vocabulary_loss(self.model(tokens), following, self.group)
 
     def finish(self) -> None:
         """Do nothing: each gradient is complete where its weight is."""
@@ -234,7 +247,7 @@ class Sequence(Tensor):
         """Return the loss; the places of this rank's tokens are not the first ones."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         mine = places.chunk(self.size)[dist.get_rank()]
-        return vocabulary_loss(self.model(tokens, mine), following)
+        return vocabulary_loss(self.model(tokens, mine), following, self.group)
 
     def finish(self) -> None:
         """Sum what each rank has found from its tokens alone."""
@@ -248,17 +261,22 @@ class Torchs(Tensor):
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-        plan = {"embedding": RowwiseParallel(input_layouts=Replicate()),
-                "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
-        for name in ("attention.query", "attention.key", "attention.value", "mlp.up"):
-            plan[f"blocks.*.{name}"] = ColwiseParallel()
-        for name in ("attention.out", "mlp.down"):
-            plan[f"blocks.*.{name}"] = RowwiseParallel()
-        Each.__init__(self, parallelize_module(model, mesh, plan), args)
+        Each.__init__(self, cut_by_torch(model, mesh), args)
 
     def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         """Return torch's own loss of logits that are cut."""
         return loss_of(self.model(tokens), following).to_local()
+
+
+def cut_by_torch(model: Transformer, mesh: DeviceMesh) -> Transformer:
+    """Cut the same layers with torch's `parallelize_module`, in place."""
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    for name in ("attention.query", "attention.key", "attention.value", "mlp.up"):
+        plan[f"blocks.*.{name}"] = ColwiseParallel()
+    for name in ("attention.out", "mlp.down"):
+        plan[f"blocks.*.{name}"] = RowwiseParallel()
+    return parallelize_module(model, mesh, plan)
 
 
 WAYS = {"tensor": Tensor, "sequence": Sequence, "dtensor": Torchs}

@@ -1,0 +1,177 @@
+r"""Two kinds of parallelism at once, on a mesh of ranks; and a checkpoint that changes the mesh.
+
+A matrix product that is cut too often is too small, and its sums go through the network; a batch
+can only be cut into so many rows. So large trainings do both. The ranks are laid out as a grid:
+
+                    "tensor": a row shares the layers, and sees the same rows of the batch
+                  +-----------------+-----------------+
+    "data":       | rank 0          | rank 1          |   batch rows 0 to 11
+    a column has  | left half of    | right half of   |
+    the same part | each layer      | each layer      |
+    of the layers +-----------------+-----------------+
+                  | rank 2          | rank 3          |   batch rows 12 to 23
+                  | left half       | right half      |
+                  +-----------------+-----------------+
+
+What tensor_parallel.py sends often, after each pair of layers, stays inside of a row: ranks of one
+machine. What main.py sends, once in a step, goes along the columns, from machine to machine, and is
+only this rank's part of the gradients.
+
+    --ways         the layers               the batch
+    data           whole on each rank       a part for each rank
+    tensor         cut for all ranks        whole on each rank
+    data_tensor    cut inside of a row      a part for each row; gradients averaged in a column
+    torch          parallelize_module in a row, fully_shard in a column: no part is there twice
+    moved          the same; half way it saves, and goes on with every rank in one column
+
+A checkpoint of `torch.distributed.checkpoint` (DCP) knows of each DTensor which rectangle of the
+whole each rank had. Whoever loads it asks for other rectangles, on as many ranks as there are then.
+
+    python transformer_parallel/mesh.py                            all five, on 2 x 2 ranks
+    python transformer_parallel/mesh.py --world_size 6 --tensor 3
+    python transformer_parallel/mesh.py --check                    the same numbers as one process?
+
+Real code: torchtitan, https://github.com/pytorch/torchtitan. Source: Narayanan et al., "Efficient
+Large-Scale Language Model Training on GPU Clusters", https://arxiv.org/abs/2104.04473.
+"""
+
+import shutil
+from argparse import Namespace
+
+import torch
+import torch.distributed as dist
+from common.cli import Parser, bounded, refuse
+from common.program import run_program
+from torch import optim
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+from transformer_parallel import main as tutorial
+from transformer_parallel import results
+from transformer_parallel.main import Each, role_name
+from transformer_parallel.model import Shape, Transformer, loss_of
+from transformer_parallel.tensor_parallel import Tensor, cut_by_torch
+
+
+class DataTensor(Tensor):
+    """Cuts the layers for the ranks of a row, and the batch for the rows."""
+
+    def __init__(self, model: Transformer, args: Namespace) -> None:
+        mesh = mesh_of(model, args.tensor)
+        self.data = mesh.get_group("data")
+        super().__init__(model, args, mesh.get_group("tensor"))
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the batch's rows that this row of ranks sees."""
+        return whole.chunk(dist.get_world_size(self.data))[dist.get_rank(self.data)]
+
+    def finish(self) -> None:
+        """Average over the ranks that have the same part of the layers, and other rows."""
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad, group=self.data)
+            parameter.grad /= dist.get_world_size(self.data)
+
+
+class Torchs(Each):
+    """Leaves both to torch."""
+
+    def __init__(self, model: Transformer, args: Namespace) -> None:
+        self.mesh = mesh_of(model, args.tensor)
+        super().__init__(cut_twice(model, self.mesh), args)
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the batch's rows that this row of ranks sees."""
+        return whole.chunk(self.mesh["data"].size())[self.mesh["data"].get_local_rank()]
+
+    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """Return torch's own loss of logits that are cut."""
+        return loss_of(self.model(tokens), following).to_local()
+
+    def finish(self) -> None:
+        """Do nothing: backward has averaged all."""
+
+
+class Moved(Torchs):
+    """Saves half way, and goes on as if it had been started anew, on another mesh."""
+
+    def __init__(self, model: Transformer, args: Namespace) -> None:
+        self.args, self.steps = args, 0
+        super().__init__(model, args)
+
+    def after_step(self) -> None:
+        """Move, once."""
+        self.steps += 1
+        if self.steps == (self.args.steps + 1) // 2:
+            folder = self.args.output_dir / "checkpoint"
+            checkpoint.save(self.state(), checkpoint_id=folder)
+            device = next(self.model.parameters()).device
+            model = Transformer(Shape(blocks=self.args.blocks)).to(device)  # of other weights
+            self.mesh = mesh_of(model, tensor=1)
+            self.model = cut_twice(model, self.mesh)
+            self.optimizer = optim.AdamW(self.parameters(), lr=self.args.lr)
+            state = self.state()  # says which rectangle of what goes where
+            checkpoint.load(state, checkpoint_id=folder)
+            set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
+                           optim_state_dict=state["optimizer"])
+            dist.barrier()  # all have read it
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder)
+
+    def state(self) -> dict[str, dict]:
+        """Return the weights and the optimizer's state: DTensors by their names."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+WAYS = {"data": Each, "tensor": Tensor, "data_tensor": DataTensor, "torch": Torchs, "moved": Moved}
+
+
+def mesh_of(model: Transformer, tensor: int) -> DeviceMesh:
+    """Lay out the ranks: neighbours are in a row, as in the chart."""
+    device = next(model.parameters()).device
+    return init_device_mesh(device.type, (dist.get_world_size() // tensor, tensor),
+                            mesh_dim_names=("data", "tensor"))
+
+
+def cut_twice(model: Transformer, mesh: DeviceMesh) -> Transformer:
+    """Cut layers for the ranks of a row, and what each then has for those of its column."""
+    model = cut_by_torch(model, mesh["tensor"])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Train as `main.py`, in these ways."""
+    with loss_parallel():  # for DTensors, around their backward, too
+        return tutorial.run_worker(rank, world_size, args, WAYS)
+
+
+def build_parser() -> Parser:
+    """Return the parser of this program's flags."""
+    parser = tutorial.shared_parser("transformer_parallel/mesh", __doc__, WAYS)
+    parser.add_argument("--tensor", type=bounded(int, at_least=1), default=2, metavar="N",
+                        help="ranks in a row, which share the layers")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> dict | None:
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
+    args = build_parser().parse_args(argv)
+    if args.world_size % args.tensor:
+        refuse(f"--tensor {args.tensor} must divide the {args.world_size} ranks")
+    tutorial.require_room(args)
+    tutorial.require_equal_parts(args)
+    shape, cuts = Shape(), args.world_size if "tensor" in args.ways else args.tensor
+    for what, number in (("heads", shape.heads), ("characters", shape.vocabulary)):
+        if number % cuts:
+            refuse(f"--world_size {args.world_size} --tensor {args.tensor}: {cuts} ranks share the "
+                   f"layers, and must divide the model's {number} {what}")
+    return run_program(run_worker, args, role_name, results.finish)
+
+
+if __name__ == "__main__":
+    main()
