@@ -6,10 +6,12 @@ against that process; what they have sent and what they keep, against formulas.
 """
 
 import importlib
+import logging
 import math
 import random
 import re
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
@@ -53,6 +55,8 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the program, recorded; return the findings on rank 0."""
     torch.set_default_dtype(torch.float64)
+    # It would tell on each rank how `copied` could fetch parts that are cut twice in fewer calls.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     everyone = []  # for each way, on rank 0: of each rank, its steps: (gradients, weights)
     with Recorder() as recorder:
         @recorder.around(tutorial, "train")
@@ -460,11 +464,33 @@ def tensor(sequence: bool) -> Callable[..., dict]:
 
 def grid(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
     """Compute the costs of tensor parallelism inside of rows, and of averages along columns."""
-    rows = n // args.tensor
+    rows = n // args.row
     of_row = Namespace(**{**vars(args), "batch_size": args.batch_size // rows})
-    costs = tensor(False)(of_row, args.tensor, sizes)
+    costs = tensor(False)(of_row, args.row, sizes)
     return {**costs, "calls": {"all_reduce": costs["calls"]["all_reduce"] + len(sizes)},
             "sent": costs["sent"] + 2 * costs["gradients"] * (rows - 1) / rows}
+
+
+def grid_of_stages(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
+    """Compute the costs of a pipeline in each row, and of averages along columns."""
+    rows, m, costs = n // args.row, args.micro_batches, []
+    activations = FLOAT64 * args.batch_size // rows * args.seq_len * Shape().units
+    blocks = torch.arange(args.blocks).tensor_split(args.row)
+    for stage in range(args.row):
+        others = ["embedding"] * (stage == 0) + ["norm", "head"] * (stage == args.row - 1)
+        units = [f"blocks.{i}" for i in blocks[stage].tolist()] + others
+        mine = [math.prod(size) for name, size in sizes.items()
+                if re.match(r"blocks\.\d+|\w+", name)[0] in units]
+        batches = (stage > 0) + (stage < args.row - 1)
+        calls = Counter(all_reduce=len(mine), send=m * batches)
+        p = FLOAT64 * sum(mine)
+        costs.append({"calls": dict(+calls), "weights": p, "gradients": p, "state": 2 * p,
+                      "sent": activations * batches + 2 * p * (rows - 1) / rows})
+    most = max(costs, key=lambda of_stage: of_stage["sent"])
+    held = {what: max(of_stage[what] for of_stage in costs)
+            for what in ("weights", "gradients", "state")}
+    return {**most, **held, "figures": {"in flight": min(args.row, m),
+                                        "bubble": (args.row - 1) / (m + args.row - 1)}}
 
 
 def pipeline(stages: int, in_flight: Callable[[int, int], int]) -> Callable[..., dict]:
@@ -559,6 +585,7 @@ FORMULAS = {
     "zero1": zero(1), "zero2": zero(2), "zero3": zero(3), "fsdp": fsdp,
     "tensor": tensor(False), "sequence": tensor(True),
     "data": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)), "data_tensor": grid,
+    "data_pipeline": grid_of_stages,
     "gather": context("gather"), "ring": context("ring"), "zigzag": context("zigzag"),
     "plain": recomputing(1), "recompute": recomputing(2), "checkpoint": recomputing(2),
     "gpipe": pipeline(1, lambda n, m: m), "1f1b": pipeline(1, min),

@@ -3,32 +3,30 @@ r"""Two kinds of parallelism at once, on a mesh of ranks; and a checkpoint that 
 A matrix product that is cut too often is too small, and its sums go through the network; a batch
 can only be cut into so many rows. So large trainings do both. The ranks are laid out as a grid:
 
-                    "tensor": a row shares the layers, and sees the same rows of the batch
-                  +-----------------+-----------------+
-    "data":       | rank 0          | rank 1          |   batch rows 0 to 11
-    a column has  | left half of    | right half of   |
-    the same part | each layer      | each layer      |
-    of the layers +-----------------+-----------------+
-                  | rank 2          | rank 3          |   batch rows 12 to 23
-                  | left half       | right half      |
-                  +-----------------+-----------------+
+                  a row has the model once, in parts, and sees the same part of the batch
+                  +---------------+---------------+
+                  | rank 0        | rank 1        |    the first half of the batch
+    a column has  +---------------+---------------+
+    the same part | rank 2        | rank 3        |    the second half
+    of the model  +---------------+---------------+
 
 What tensor_parallel.py sends often, after each pair of layers, stays inside of a row: ranks of one
 machine. What main.py sends, once in a step, goes along the columns, from machine to machine, and is
 only this rank's part of the gradients.
 
-    --ways         the layers               the batch
-    data           whole on each rank       a part for each rank
-    tensor         cut for all ranks        whole on each rank
-    data_tensor    cut inside of a row      a part for each row; gradients averaged in a column
-    torch          parallelize_module in a row, fully_shard in a column: no part is there twice
-    moved          the same; half way it saves, and goes on with every rank in one column
+    --ways           the model                        the batch
+    data             whole on each rank               a part for each rank
+    tensor           each layer cut for all ranks     whole on each rank
+    data_tensor      each layer cut in a row          a part for each row: the gradients are
+    data_pipeline    the list of layers cut in a row      averaged along the columns
+    torch            parallelize_module in a row, fully_shard in a column: no part is there twice
+    moved            the same; half way it saves, and goes on with all ranks in one column
 
 A checkpoint of `torch.distributed.checkpoint` (DCP) knows of each DTensor which rectangle of the
 whole each rank had. Whoever loads it asks for other rectangles, on as many ranks as there are then.
 
-    python transformer_parallel/mesh.py                            all five, on 2 x 2 ranks
-    python transformer_parallel/mesh.py --world_size 6 --tensor 3
+    python transformer_parallel/mesh.py                            all six, on 2 x 2 ranks
+    python transformer_parallel/mesh.py --world_size 6 --row 3
     python transformer_parallel/mesh.py --check                    the same numbers as one process?
 
 Real code: torchtitan, https://github.com/pytorch/torchtitan. Source: Narayanan et al., "Efficient
@@ -53,38 +51,47 @@ from transformer_parallel import main as tutorial
 from transformer_parallel import results
 from transformer_parallel.main import Each, role_name
 from transformer_parallel.model import Shape, Transformer, loss_of
+from transformer_parallel.pipeline import OneFOneB
 from transformer_parallel.tensor_parallel import Tensor, cut_by_torch
 
 
-class DataTensor(Tensor):
-    """Cuts the layers for the ranks of a row, and the batch for the rows."""
+class Grid(Each):
+    """Leaves to another class what the ranks of a row do; the rows have parts of the batch."""
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
-        mesh = mesh_of(model, args.tensor)
-        self.data = mesh.get_group("data")
-        super().__init__(model, args, mesh.get_group("tensor"))
+        mesh = mesh_of(model, args.row)
+        self.column = mesh.get_group("column")  # the ranks of this one's column, in their order
+        super().__init__(model, args, mesh.get_group("row"))
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the batch's rows that this row of ranks sees."""
-        return whole.chunk(dist.get_world_size(self.data))[dist.get_rank(self.data)]
+        return whole.chunk(dist.get_world_size(self.column))[dist.get_rank(self.column)]
 
     def finish(self) -> None:
-        """Average over the ranks that have the same part of the layers, and other rows."""
+        """Average over the ranks that have the same part of the model, and saw other rows."""
         for parameter in self.model.parameters():
-            dist.all_reduce(parameter.grad, group=self.data)
-            parameter.grad /= dist.get_world_size(self.data)
+            dist.all_reduce(parameter.grad, group=self.column)
+            parameter.grad /= dist.get_world_size(self.column)
+
+
+class DataTensor(Grid, Tensor):
+    """Cuts each layer for the ranks of a row."""
+
+
+class DataPipeline(Grid, OneFOneB):
+    """Gives the ranks of a row a stage each."""
 
 
 class Torchs(Each):
     """Leaves both to torch."""
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
-        self.mesh = mesh_of(model, args.tensor)
+        self.mesh = mesh_of(model, args.row)
         super().__init__(cut_twice(model, self.mesh), args)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the batch's rows that this row of ranks sees."""
-        return whole.chunk(self.mesh["data"].size())[self.mesh["data"].get_local_rank()]
+        return whole.chunk(self.mesh["column"].size())[self.mesh["column"].get_local_rank()]
 
     def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         """Return torch's own loss of logits that are cut."""
@@ -109,7 +116,7 @@ class Moved(Torchs):
             checkpoint.save(self.state(), checkpoint_id=folder)
             device = next(self.model.parameters()).device
             model = Transformer(Shape(blocks=self.args.blocks)).to(device)  # of other weights
-            self.mesh = mesh_of(model, tensor=1)
+            self.mesh = mesh_of(model, row=1)
             self.model = cut_twice(model, self.mesh)
             self.optimizer = optim.AdamW(self.parameters(), lr=self.args.lr)
             state = self.state()  # says which rectangle of what goes where
@@ -126,22 +133,23 @@ class Moved(Torchs):
         return {"model": model, "optimizer": optimizer}
 
 
-WAYS = {"data": Each, "tensor": Tensor, "data_tensor": DataTensor, "torch": Torchs, "moved": Moved}
+WAYS = {"data": Each, "tensor": Tensor, "data_tensor": DataTensor, "data_pipeline": DataPipeline,
+        "torch": Torchs, "moved": Moved}
 
 
-def mesh_of(model: Transformer, tensor: int) -> DeviceMesh:
-    """Lay out the ranks: neighbours are in a row, as in the chart."""
+def mesh_of(model: Transformer, row: int) -> DeviceMesh:
+    """Lay out the ranks, so many in a row: neighbours, as in the chart."""
     device = next(model.parameters()).device
-    return init_device_mesh(device.type, (dist.get_world_size() // tensor, tensor),
-                            mesh_dim_names=("data", "tensor"))
+    return init_device_mesh(device.type, (dist.get_world_size() // row, row),
+                            mesh_dim_names=("column", "row"))
 
 
 def cut_twice(model: Transformer, mesh: DeviceMesh) -> Transformer:
     """Cut layers for the ranks of a row, and what each then has for those of its column."""
-    model = cut_by_torch(model, mesh["tensor"])
+    model = cut_by_torch(model, mesh["row"])
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["data"])
-    return fully_shard(model, mesh=mesh["data"])
+        fully_shard(block, mesh=mesh["column"])
+    return fully_shard(model, mesh=mesh["column"])
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
@@ -153,23 +161,33 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
     parser = tutorial.shared_parser("transformer_parallel/mesh", __doc__, WAYS)
-    parser.add_argument("--tensor", type=bounded(int, at_least=1), default=2, metavar="N",
-                        help="ranks in a row, which share the layers")
+    add, count = parser.add_argument, bounded(int, at_least=1)
+    add("--row", type=count, default=2, metavar="N", help="ranks that have the model once")
+    add("--micro_batches", type=count, default=4, metavar="N",
+        help="pieces of a row's part of the batch, for data_pipeline")
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    if args.world_size % args.tensor:
-        refuse(f"--tensor {args.tensor} must divide the {args.world_size} ranks")
+    if args.world_size % args.row:
+        refuse(f"--row {args.row} must divide the {args.world_size} ranks")
     tutorial.require_room(args)
     tutorial.require_equal_parts(args)
-    shape, cuts = Shape(), args.world_size if "tensor" in args.ways else args.tensor
+    shape, cuts = Shape(), args.world_size if "tensor" in args.ways else args.row
     for what, number in (("heads", shape.heads), ("characters", shape.vocabulary)):
         if number % cuts:
-            refuse(f"--world_size {args.world_size} --tensor {args.tensor}: {cuts} ranks share the "
-                   f"layers, and must divide the model's {number} {what}")
+            refuse(f"{cuts} ranks that share each layer must divide the model's {number} {what}: "
+                   "see --world_size and --row")
+    if "data_pipeline" in args.ways:
+        if args.blocks < args.row:
+            refuse(f"--blocks {args.blocks} must be at least {args.row}: one for each stage of "
+                   "--ways data_pipeline")
+        rows = args.batch_size * args.row // args.world_size
+        if rows % args.micro_batches:
+            refuse(f"--micro_batches {args.micro_batches} must divide the {rows} rows of the "
+                   "batch that a row of ranks sees")
     return run_program(run_worker, args, role_name, results.finish)
 
 

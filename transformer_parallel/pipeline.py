@@ -109,8 +109,10 @@ class Pipeline(Each):
 
     schedule, stages_of_rank = staticmethod(gpipe), 1
 
-    def __init__(self, model: Transformer, args: Namespace) -> None:
-        self.n, self.rank, self.m = dist.get_world_size(), dist.get_rank(), args.micro_batches
+    def __init__(self, model: Transformer, args: Namespace,
+                 group: dist.ProcessGroup | None = None) -> None:
+        self.n, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.group, self.m = group, args.micro_batches
         self.width = model.embedding.embedding_dim
         self.last = self.n * self.stages_of_rank - 1  # the number of the last stage
         self.stages = nn.ModuleDict({str(stage): Stage(model, stage, self.last + 1)
@@ -156,14 +158,14 @@ class Pipeline(Each):
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send without waiting: the other rank may itself be sending."""
         # No tag: what a rank sends another one, that one takes in the same order, in each schedule.
-        request = dist.isend(tensor, to % self.n)
+        request = dist.isend(tensor, group=self.group, group_dst=to % self.n)
         self.sending.append((request, tensor))  # until it is sent, it must stay
 
     def receive(self, micro: int, source: int) -> torch.Tensor:
         """Wait for what another stage sends: activations, or their gradient."""
         rows, length = self.tokens[micro].shape
         x = torch.empty(rows, length, self.width, device=self.tokens[0].device)
-        dist.recv(x, source % self.n)
+        dist.recv(x, group=self.group, group_src=source % self.n)
         return x.requires_grad_()
 
     def finish(self) -> None:
