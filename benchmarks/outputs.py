@@ -45,6 +45,7 @@ COMMANDS = {
     "transformer": "python transformer_parallel/main.py",
     "transformer_experts": "python transformer_parallel/experts.py",
     "transformer_pipeline": "python transformer_parallel/pipeline.py",
+    "transformer_mesh": "python transformer_parallel/mesh.py",
     "transformer_recompute": "python transformer_parallel/recompute.py",
     "transformer_ring": "python transformer_parallel/ring_attention.py",
     "transformer_tensor": "python transformer_parallel/tensor_parallel.py",

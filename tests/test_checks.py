@@ -110,6 +110,9 @@ CHECKS = {
     "transformer_parallel.experts": {
         f"{LETTERS} --world_size 3 --batch_size 6 --blocks 3 --experts 6 --capacity_factor 0.8 --balance 0.1": 45,
     },
+    "transformer_parallel.mesh": {
+        f"{LETTERS} --world_size 6 --row 3 --batch_size 12 --seq_len 12 --blocks 3 --micro_batches 2": 40,
+    },
     "transformer_parallel.recompute": {f"{LETTERS} --world_size 3 --batch_size 6 --blocks 5 --every 2": 29},
     "transformer_parallel.ring_attention": {f"{LETTERS} --world_size 3 --batch_size 2 --seq_len 12": 30},
     "transformer_parallel.tensor_parallel": {f"{LETTERS} --world_size 3 --batch_size 4": 19},

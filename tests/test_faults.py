@@ -123,6 +123,8 @@ PROGRAMS = [
             "rank0 rank1", {"rank1": "transformer_parallel.ring_attention:passed_on"}),
     Program("transformer_parallel.experts", "--ways experts --steps 100000 --world_size 2 --batch_size 4", "rank0 rank1",
             {"rank1": "transformer_parallel.experts:exchanged"}),
+    Program("transformer_parallel.mesh", "--ways data_tensor --steps 100000 --world_size 2 --row 1 --batch_size 4", "rank0 rank1",
+            {"rank1": "transformer_parallel.mesh:Grid.finish"}),
     Program("transformer_parallel.recompute", "--ways recompute --steps 100000 --world_size 2 --batch_size 4", "rank0 rank1",
             {"rank1": "transformer_parallel.recompute:Recompute.through"}),
     Program("transformer_parallel.pipeline", "--ways 1f1b --steps 100000 --world_size 2", "rank0 rank1",

@@ -80,6 +80,7 @@ PROGRAMS = {
     "transformer_parallel.experts": [],
     "transformer_parallel.main": [],
     "transformer_parallel.pipeline": [],
+    "transformer_parallel.mesh": [],
     "transformer_parallel.recompute": [],
     "transformer_parallel.ring_attention": [],
     "transformer_parallel.tensor_parallel": [],

@@ -23,7 +23,8 @@ PROGRAMS = [
     "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "ddp_rpc_hybrid/sharded_table.py",
     "ddp_rpc_hybrid/sharded_table_dtensor.py", "transformer_parallel/main.py", "transformer_parallel/zero.py",
     "transformer_parallel/tensor_parallel.py", "transformer_parallel/ring_attention.py",
-    "transformer_parallel/experts.py", "transformer_parallel/recompute.py",
+    "transformer_parallel/experts.py", "transformer_parallel/mesh.py",
+    "transformer_parallel/recompute.py",
     "transformer_parallel/pipeline.py",
 ]  # fmt: skip
 FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
@@ -36,6 +37,7 @@ VARIANTS = {  # of programs that join their group
     "p2p_collectives/train_flat.py", "p2p_collectives/train_ddp.py", "ddp_rpc_hybrid/sharded_table_dtensor.py",
     "transformer_parallel/zero.py", "transformer_parallel/tensor_parallel.py", "transformer_parallel/pipeline.py",
     "transformer_parallel/ring_attention.py", "transformer_parallel/experts.py",
+    "transformer_parallel/mesh.py",
     "transformer_parallel/recompute.py",
 }
 GROUPS = [program for program in PROGRAMS if program not in VARIANTS
