@@ -13,6 +13,10 @@ def _ring(name, old, new, check):
 MUTANTS = [
     _ring("what was mixed is not scaled down", "mixed * smaller + weights", "mixed + weights", "ring, (gradients|losses)"),
     _ring("the total is not scaled down", "total * smaller + weights", "total + weights", "ring, (gradients|losses)"),
+    _ring("no largest score is taken off", "larger = torch.maximum(largest, scores.amax(-1, keepdim=True))",
+          "larger = torch.zeros_like(largest)", "softmax of large scores"),
+    _ring("the largest score of the last piece", "larger = torch.maximum(largest, scores.amax(-1, keepdim=True))",
+          "larger = scores.amax(-1, keepdim=True)", "softmax of large scores"),
     _ring("the mask of one piece for all", "    if same:\n", "    if True:\n", "ring, (gradients|losses)"),
     _ring("no mask in the own piece", "    if same:\n", "    if False:\n", "ring, (gradients|losses)"),
     _ring("all pieces are looked at", "                if theirs <= ours:\n", "                if True:\n", "ring, (gradients|losses)"),
