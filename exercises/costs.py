@@ -44,7 +44,14 @@ def waste_in(failed: list[str]) -> list[tuple[str, dict]] | None:
 def _in_words(cost: str, name: str | None, ours: float, theirs: float) -> tuple[str, dict]:
     if held := HELD.match(cost):
         key = "cost_held_at_most" if held[2] else "cost_held"
-        return key, {"what": WHAT[held[1]], "ours": ours / MB, "theirs": theirs / MB}
+        return key, {"what": WHAT[held[1]], **_megabytes(ours, theirs)}
     if cost == "bytes sent":
-        return "cost_sent", {"ours": ours / MB, "theirs": theirs / MB}
+        return "cost_sent", _megabytes(ours, theirs)
     return f"cost_{cost.replace(' ', '_')}", {"name": name, "ours": ours, "theirs": theirs}
+
+
+def _megabytes(ours: float, theirs: float) -> dict[str, str]:
+    """Write two numbers of bytes as megabytes, with as many digits as tell them apart."""
+    digits = next(number for number in range(2, 9)
+                  if f"{ours / MB:.{number}f}" != f"{theirs / MB:.{number}f}")
+    return {"ours": f"{ours / MB:.{digits}f}", "theirs": f"{theirs / MB:.{digits}f}"}

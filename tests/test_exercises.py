@@ -211,6 +211,8 @@ def test_static_words():
 @pytest.mark.parametrize(("failed", "wasted"), [
     (["zero2, bytes sent: first differs at step 1: 3.2e+07 in 5 processes, 1.6e+07 in one process (1 numbers"],
      ["it sends 32.00 MB in a step, where 16.00 MB are enough."]),
+    (["uneven, bytes sent: first differs at step 1: 1231344 in 3 processes, 1231200 in one process (1 numbers"],
+     ["it sends 1.2313 MB in a step, where 1.2312 MB are enough."]),
     (["zero3, weights held at most: first differs at step 1: 8e+06 in 3 processes, 5e+06 in one process (1"],
      ["it holds up to 8.00 MB of weights, where 5.00 MB are enough."]),
     (["overlap, calls: first differs at step 1, all_reduce: 68 in 2 processes, 5 in one process (1 numbers"],
