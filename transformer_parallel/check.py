@@ -5,6 +5,7 @@ the ranks hold of gradients and weights is put together here, however that way h
 against that process; what they have sent and what they keep, against formulas.
 """
 
+import contextlib
 import importlib
 import logging
 import math
@@ -12,7 +13,7 @@ import random
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from transformer_parallel import main as tutorial
 from transformer_parallel.model import Shape, Transformer
 
 TOLERANCE, WHY = 1e-9, "float64 sums in another order"
+MIXED = ("bf16", "autocast")  # checked in float32: autocast leaves float64 as it is
 STEPS = 3
 FLOAT64 = 8  # bytes
 FAR_FROM_ROUNDING = 1e-10  # for two probabilities
@@ -61,7 +63,8 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     with Recorder() as recorder:
         @recorder.around(tutorial, "train")
         def train(original, rank, size, make_way, args):
-            steps = []
+            steps, own = [], []
+            mixed = args.ways[len(everyone)] in MIXED
 
             def recorded_way(model, args):
                 way = make_way(model, args)
@@ -70,14 +73,21 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
                 def noted():
                     gradients = held(way, "grad")  # ZeRO drops them
                     after_step()
-                    steps.append((gradients, held(way, "data")))
+                    steps.append((gradients, held(way, "data"), *own))
+                    own.clear()
+
+                def noting_own(finish=way.finish):
+                    own.append(held(way, "grad"))
+                    finish()
 
                 way.after_step = noted
+                way.finish = noting_own if mixed else way.finish
                 watch_costs(way)
                 return way
 
             torch.manual_seed(rank)  # nothing may depend on what was drawn before
-            measured = original(rank, size, recorded_way, args)
+            with default_dtype(torch.float32 if mixed else torch.float64):
+                measured = original(rank, size, recorded_way, args)
             everyone.append(on_rank_0(steps))
             return measured
 
@@ -90,6 +100,17 @@ def on_rank_0(steps: list[tuple[State, State]]) -> list[list[tuple[State, State]
     everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(steps, everyone)
     return everyone
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors and modules of a type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def watch_costs(way: object) -> None:
@@ -162,6 +183,11 @@ def compare(everyone: list[list[list[tuple[State, State]]]], measured: dict[str,
     findings = Comparison(f"{args.world_size} processes")
     losses, *oracle, routers = single_process(args)
     for (way, reported), of_ranks in zip(measured.items(), everyone, strict=True):
+        if way in MIXED:
+            with default_dtype(torch.float32):
+                hold_mixed(findings, way, reported, of_ranks, args)
+            hold_costs(findings, way, reported, args, [])
+            continue
         for what, (name, states) in enumerate(zip(("gradients", "weights"), oracle, strict=True)):
             steps = [[rank[step][what] for rank in of_ranks] for step in range(args.steps)]
             pairs = [together(step, whole) for step, whole in zip(steps, states, strict=True)]
@@ -254,10 +280,7 @@ def forward(weights: State, tokens: torch.Tensor, args: Namespace, routed: list)
         routed: what each router does is appended, see `of_experts`.
     """
     shape, length = Shape(), tokens.shape[1]
-    x = weights["embedding.weight"][tokens]
-    angles = torch.arange(length)[:, None] * torch.exp(
-        torch.arange(0, shape.units, 2) * (-9.21 / shape.units))
-    x = x + torch.cat([angles.sin(), angles.cos()], dim=1)
+    x = embedded(weights, tokens)
     later = torch.full((length, length), -math.inf).triu(1)
 
     def layer(x, name):
@@ -280,6 +303,14 @@ def forward(weights: State, tokens: torch.Tensor, args: Namespace, routed: list)
         else:
             x = x + of_mlp(h, f"{block}.mlp", layer)
     return layer(norm(x, "norm"), "head")
+
+
+def embedded(weights: State, tokens: torch.Tensor) -> torch.Tensor:
+    """Look up the tokens (rows, length), and add sines and cosines of their places."""
+    units = Shape().units
+    angles = torch.arange(tokens.shape[1])[:, None] * torch.exp(
+        torch.arange(0, units, 2) * (-9.21 / units))
+    return weights["embedding.weight"][tokens] + torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 def of_mlp(h: torch.Tensor, name: str, layer: Callable) -> torch.Tensor:
@@ -344,6 +375,72 @@ def characters(step: int, args: Namespace) -> torch.Tensor:
         rows.append([95 if letter == "\n" else ord(letter) - 32
                      for letter in text[skipped : skipped + args.seq_len + 1]])
     return torch.tensor(rows)
+
+
+def hold_mixed(findings: Comparison, way: str, reported: list[dict],
+               of_ranks: list[list[tuple[State, State, State]]], args: Namespace) -> None:
+    """Hold each step in bfloat16 by itself: it begins with the weights that the run had.
+
+    After a step, the ways would part: AdamW makes as large a step of a gradient that is all
+    rounding as of any other.
+    """
+    weights = {name: parameter.detach() for name, parameter in whole_model(args).named_parameters()}
+    copies = {name: weight.double().requires_grad_() for name, weight in weights.items()}
+    optimizer = optim.AdamW(copies.values(), lr=args.lr)
+    losses, owns, means, stepped = [], [], [], []
+    for step in range(args.steps):
+        alone = [gradients_in_bf16(weights, rows, way)
+                 for rows in characters(step, args).chunk(args.world_size)]
+        losses.append(sum(loss for loss, _ in alone) / args.world_size)
+        owns.append([gradients for _, gradients in alone])
+        own = [rank[step][2] for rank in of_ranks]
+        means.append({name: sum(one[name].double() for one in own) / args.world_size
+                      for name in weights})
+        for name, copy in copies.items():
+            copy.data = weights[name].double()
+            copy.grad = of_ranks[0][step][0][name].double()
+        optimizer.step()
+        stepped.append({name: copy.detach().clone() for name, copy in copies.items()})
+        weights = of_ranks[0][step][1]
+    steps = range(args.steps)
+    findings.close(f"{way}, gradients of a rank", [[rank[step][2] for rank in of_ranks]
+                                                    for step in steps], owns, 0.001, "TODO")
+    for what, name, oracle in ((0, "gradients", means), (1, "weights", stepped)):
+        findings.close(f"{way}, {name}", [[rank[step][what] for rank in of_ranks] for step in steps],
+                       [[of_step] * args.world_size for of_step in oracle], 1e-6, "TODO")
+    findings.close(f"{way}, losses", reported[0]["losses"], losses, 1e-6, "TODO")
+
+
+def gradients_in_bf16(weights: State, tokens: torch.Tensor, way: str) -> tuple[float, State]:
+    """Return the loss and the gradients of some rows."""
+    weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    logits = forward_in_bf16(weights, tokens[:, :-1], once=way == "bf16")
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    return loss.item(), {name: weight.grad for name, weight in weights.items()}
+
+
+def forward_in_bf16(weights: State, tokens: torch.Tensor, once: bool) -> torch.Tensor:
+    """Compute the logits, with layers and attention of the blocks in bfloat16."""
+    shape, x = Shape(), embedded(weights, tokens)
+
+    def norm(x, name):
+        return F.layer_norm(x, (shape.units,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    for number in range(sum(name.endswith("norm1.weight") for name in weights)):
+        def layer(h, name, block=f"blocks.{number}"):
+            return F.linear(h.bfloat16(), weights[f"{block}.{name}.weight"].bfloat16(),
+                            weights[f"{block}.{name}.bias"].bfloat16())
+
+        h = norm(x, f"blocks.{number}.norm1")
+        h = h.bfloat16() if once else h
+        q, k, v = (layer(h, f"attention.{name}").unflatten(-1, (shape.heads, -1)).transpose(1, 2)
+                   for name in ("query", "key", "value"))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + layer(mixed.transpose(1, 2).flatten(2), "attention.out")
+        h = norm(x, f"blocks.{number}.norm2")
+        x = x + layer(F.gelu(layer(h, "mlp.up")), "mlp.down")
+    return norm(x, "norm") @ weights["head.weight"].T
 
 
 def hold_costs(findings: Comparison, way: str, reported: list[dict], args: Namespace,
