@@ -1,8 +1,8 @@
-r"""Activation checkpointing: what backward needs is computed again rather than kept.
+r"""What backward needs: computed again rather than kept, or kept in half the bytes.
 
 Forward keeps what each operation will need in backward; for a block that is more than ten times its
-input. Here only the inputs of the blocks are kept, and backward computes a block once more before
-it goes back through it:
+input. Activation checkpointing keeps the inputs of the blocks alone, and backward computes a block
+once more before it goes back through it:
 
     plain        forward    block 0 ######  block 1 ######  block 2 ######  block 3 ######
                  backward   3, 2, 1, 0 from what was kept
@@ -14,19 +14,34 @@ it goes back through it:
     plain        all                                     1
     recompute    L / N inputs, with --every N            2
     checkpoint   the same, by torch.utils.checkpoint     2
+    bf16         all, 9/16 of the bytes, and copies of   1
+                 the weights, in half of their bytes
+    autocast     all, 10/16, and the same copies, by     1
+                 torch.autocast
 
 `--every N` keeps the input of each N-th block; backward then holds what N blocks keep. Of L blocks,
 the sum is least near N = sqrt(L). Nothing in this model is drawn by chance. Where dropout is, the
 second forward must draw what the first one drew: torch's checkpoint puts the generators back.
 
+Mixed precision computes attention and MLPs in bfloat16: float32's range with 8 binary digits, which
+is 2 to 3 decimal ones. What adds up many small numbers stays in float32:
+
+    float32      weights --cast--> copies                     gradients --mean--> AdamW --> weights
+                 x -> norm --cast--.                          ^ cast
+    bfloat16                       `-> attention, MLP -> their gradients
+
+The sums around attention and MLP are float32, too, and so are norms, head and loss.
+
 Underneath it is data parallelism with buckets, as in main.py.
 
-    python transformer_parallel/recompute.py                        all three, on four ranks
+    python transformer_parallel/recompute.py                        all five, on four ranks
     python transformer_parallel/recompute.py --blocks 16 --every 4
     python transformer_parallel/recompute.py --check                the same numbers as one process?
 
-Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost",
-https://arxiv.org/abs/1604.06174, section 4.
+Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+https://arxiv.org/abs/1604.06174, section 4; Micikevicius et al., "Mixed Precision Training",
+https://arxiv.org/abs/1710.03740, sections 3.1 and 3.3. Its 3.2, a loss that is scaled so that
+gradients are not zero in float16, bfloat16 does without.
 """
 
 from argparse import Namespace
@@ -72,7 +87,10 @@ class Recomputed(torch.autograd.Function):
 
 
 class Kept:
-    """Counts the bytes that autograd keeps of what is computed within, besides the weights."""
+    """Counts the bytes that autograd keeps of what is computed within, besides the weights.
+
+    Copies of weights in another type count: they are there from forward to backward.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.weights = {parameter.data_ptr() for parameter in model.parameters()}
@@ -146,7 +164,7 @@ class Torchs(Plain):
 
 
 class Bf16(Plain):
-    """Keeps everything, but in half the bytes: attention and MLPs compute in bfloat16."""
+    """Keeps everything, most of it in half the bytes: attention and MLPs compute in bfloat16."""
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         super().__init__(model, args)
@@ -155,11 +173,13 @@ class Bf16(Plain):
                 module.register_forward_pre_hook(lambda _, inputs: inputs[0].bfloat16())
 
     def through(self, group: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Compute a group with copies of its weights; norms, and the sums that x is, stay as wide.
+        """Compute a group with copies of its weights, in bfloat16; those of norms as they are.
 
-        A copy's gradient goes back through the cast, so it is added to that of the weight itself,
-        in full precision. There the ranks' mean is computed, and AdamW's step: a weight of 0.1 in
-        bfloat16 would not see a change of less than 0.0002.
+        A block adds what attention and MLP return, in bfloat16, to x, in float32: that is float32.
+
+        Backward casts the gradient of a copy, and adds it to that of the weight itself. So the mean
+        over the ranks and AdamW's step are in float32 ("master weights"). In bfloat16, a weight of
+        0.1 would stay what it is when 0.0002 are added to it.
         """
         copies = {name: weight if "norm" in name else weight.bfloat16()
                   for name, weight in group.named_parameters()}
@@ -167,10 +187,13 @@ class Bf16(Plain):
 
 
 class TorchsBf16(Plain):
-    """Leaves it to torch, which casts what the operators of a list are given, each by itself."""
+    """Leaves the casts to torch, which has a list of operators that compute in bfloat16.
+
+    Linear layers and attention are on it. Query, key and value are three: each casts its input.
+    """
 
     def through(self, group: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Compute a group; its backward uses the types of its forward."""
+        """Compute a group; its backward computes in the types of its forward."""
         with torch.autocast(x.device.type, torch.bfloat16):
             return group(x)
 
