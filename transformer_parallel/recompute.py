@@ -14,23 +14,20 @@ once more before it goes back through it:
     plain        all                                     1
     recompute    L / N inputs, with --every N            2
     checkpoint   the same, by torch.utils.checkpoint     2
-    bf16         all, 9/16 of the bytes, and copies of   1
-                 the weights, in half of their bytes
-    autocast     all, 10/16, and the same copies, by     1
-                 torch.autocast
+    bf16         all, in 9/16 of the bytes; copies of    1
+                 the weights, in half of theirs
+    autocast     the same, by torch.autocast: 10/16      1
 
 `--every N` keeps the input of each N-th block; backward then holds what N blocks keep. Of L blocks,
 the sum is least near N = sqrt(L). Nothing in this model is drawn by chance. Where dropout is, the
 second forward must draw what the first one drew: torch's checkpoint puts the generators back.
 
-Mixed precision computes attention and MLPs in bfloat16: float32's range with 8 binary digits, which
-is 2 to 3 decimal ones. What adds up many small numbers stays in float32:
+Mixed precision computes attention and MLPs in bfloat16, which has float32's range and 8 binary
+digits, 2 to 3 decimal ones. What adds up many numbers, or small ones to large ones, stays exact:
 
-    float32      weights --cast--> copies                     gradients --mean--> AdamW --> weights
-                 x -> norm --cast--.                          ^ cast
-    bfloat16                       `-> attention, MLP -> their gradients
-
-The sums around attention and MLP are float32, too, and so are norms, head and loss.
+    forward      weight -> copy*        x -> norm -> attention* or MLP*, with copies -> added to x
+    backward     gradient of the copy* -> that of the weight -> mean of the ranks -> AdamW -> weight
+                 * in bfloat16; all else in float32, and so are the last norm, the head and the loss
 
 Underneath it is data parallelism with buckets, as in main.py.
 
