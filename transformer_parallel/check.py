@@ -2,7 +2,8 @@
 
 Every program trains in each of its ways, in float64, in its own processes. After each step, what
 the ranks hold of gradients and weights is put together here, however that way has cut it, and held
-against that process; what they have sent and what they keep, against formulas.
+against that process; what they have sent and what they keep, against formulas. The ways that
+compute in bfloat16 are held in float32, see `hold_mixed_precision`.
 """
 
 import contextlib
@@ -60,7 +61,9 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     torch.set_default_dtype(torch.float64)
     # It would tell on each rank how `copied` could fetch parts that are cut twice in fewer calls.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    everyone = []  # for each way, on rank 0: of each rank, its steps: (gradients, weights)
+    # For each way, on rank 0: of each rank, its steps: (gradients, weights). In MIXED a third is
+    # there: the rank's gradients before they are averaged.
+    everyone = []
     with Recorder() as recorder:
         @recorder.around(tutorial, "train")
         def train(original, rank, size, make_way, args):
@@ -189,7 +192,7 @@ def compare(everyone: list[list[list[tuple[State, State]]]], measured: dict[str,
                 findings.holds(f"{way}, losses", False, "they differ between ranks")
         if way in MIXED:
             with default_dtype(torch.float32):
-                hold_mixed(findings, way, reported, of_ranks, args)
+                hold_mixed_precision(findings, way, reported, of_ranks, args)
         else:
             for what, (name, states) in enumerate(zip(("gradients", "weights"), oracle,
                                                       strict=True)):
@@ -378,56 +381,65 @@ def characters(step: int, args: Namespace) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def hold_mixed(findings: Comparison, way: str, reported: list[dict],
-               of_ranks: list[list[tuple[State, State, State]]], args: Namespace) -> None:
-    """Hold what is rounded to bfloat16 to be that, and what is not, to be as exact as float32.
+def hold_mixed_precision(findings: Comparison, way: str, reported: list[dict],
+                         of_ranks: list[list[tuple[State, State, State]]], args: Namespace) -> None:
+    """Hold what is rounded to bfloat16, and that all else is as exact as float32.
 
-    Each step begins with the weights that the run had. From the same beginning the two would part:
-    where a gradient is all rounding, AdamW makes as large a step of it as of any other.
+    From one beginning, two trainings would part: where a gradient is all rounding, AdamW makes as
+    large a step of it as of any other. So each step begins with what the run had before it.
 
     Args:
         findings: to these is added.
         way: its name.
         reported: what each rank has measured.
-        of_ranks: of each rank, its steps: the mean of all ranks' gradients, weights, and its own
-            gradients.
+        of_ranks: of each rank, its steps: averaged gradients, weights, its own gradients.
         args: the parsed flags.
     """
-    weights = {name: parameter.detach() for name, parameter in whole_model(args).named_parameters()}
-    wide = {name: weight.double().requires_grad_() for name, weight in weights.items()}
-    optimizer = optim.AdamW(wide.values(), lr=args.lr)
-    losses, of_rows, exact, means, stepped = [], [], [], [], []
-    for step in range(args.steps):
-        tokens, ranks = characters(step, args), [steps[step] for steps in of_ranks]
-        alone = [gradients_of(weights, rows, lambda *batch: forward_in_bf16(*batch, way))
-                 for rows in tokens.chunk(args.world_size)]
-        losses.append(sum(loss for loss, _ in alone) / args.world_size)
-        of_rows.append([gradients for _, gradients in alone])
-        for name, weight in wide.items():
-            weight.data = weights[name].double()
-        with default_dtype(torch.float64):
-            exact.append(gradients_of(wide, tokens, lambda *batch: forward(*batch, args, []))[1])
-        means.append({name: sum(own[name].double() for _, _, own in ranks) / len(ranks)
-                      for name in weights})
-        for name, weight in wide.items():
-            weight.grad = ranks[0][0][name].double()
-        optimizer.step()
-        stepped.append({name: weight.detach().clone() for name, weight in wide.items()})
-        weights = ranks[0][1]
+    n, steps = args.world_size, [list(ranks) for ranks in zip(*of_ranks, strict=True)]
+    averaged, weights, own = ([[rank[what] for rank in ranks] for ranks in steps]
+                              for what in range(3))
+    first = {name: parameter.detach() for name, parameter in whole_model(args).named_parameters()}
+    before = [first, *(ranks[0] for ranks in weights[:-1])]
+    batches = [characters(step, args) for step in range(args.steps)]
+    in_bf16 = [[gradients_of(state, rows, lambda *batch: forward_in_bf16(*batch, way))
+                for rows in batch.chunk(n)] for state, batch in zip(before, batches, strict=True)]
+    with default_dtype(torch.float64):
+        exact = [gradients_of(in_float64(state), batch, lambda *batch: forward(*batch, args, []))
+                 for state, batch in zip(before, batches, strict=True)]
+    means = [{name: sum(rank[name].double() for rank in ranks) / n for name in first}
+             for ranks in own]
+    stepped = adamw_steps(before, [ranks[0] for ranks in averaged], args)
 
-    def of_all(what):
-        return [[steps[step][what] for steps in of_ranks] for step in range(args.steps)]
-
-    def for_all(states):
-        return [[state] * args.world_size for state in states]
-
-    findings.close(f"{way}, a rank's gradients", of_all(2), of_rows, 1e-4,
+    findings.close(f"{way}, a rank's gradients", own, [[of_rows for _, of_rows in ranks]
+                                                       for ranks in in_bf16], 1e-4,
                    "the same casts in the same kernels: none rounds to the other side")
-    findings.close(f"{way}, their mean", of_all(0), for_all(means), *IN_FLOAT32)
-    findings.close(f"{way}, AdamW's step", of_all(1), for_all(stepped), *IN_FLOAT32)
-    findings.close(f"{way}, losses", reported[0]["losses"], losses, *IN_FLOAT32)
-    findings.close(f"{way}, gradients", of_all(0), for_all(exact), 0.05,
-                   "in float64; bfloat16 rounds to 0.2%, many times", scale_at_least=1e-3)
+    findings.close(f"{way}, their mean", averaged, [[mean] * n for mean in means], *IN_FLOAT32)
+    findings.close(f"{way}, AdamW's step", weights, [[step] * n for step in stepped], *IN_FLOAT32)
+    findings.close(f"{way}, losses", reported[0]["losses"],
+                   [sum(loss for loss, _ in ranks) / n for ranks in in_bf16], *IN_FLOAT32)
+    findings.close(f"{way}, gradients", averaged, [[whole] * n for _, whole in exact], 0.05,
+                   "float64's; bfloat16 rounds to 0.2%, many times", scale_at_least=1e-3)
+
+
+def adamw_steps(before: list[State], gradients: list[State], args: Namespace) -> list[State]:
+    """Step once from each of these weights, in float64, with these gradients; return all weights.
+
+    The moments go on from step to step.
+    """
+    weights = in_float64(before[0])
+    optimizer = optim.AdamW(weights.values(), lr=args.lr)
+    states = []
+    for state, of_state in zip(before, gradients, strict=True):
+        for name, weight in weights.items():
+            weight.data, weight.grad = state[name].double(), of_state[name].double()
+        optimizer.step()
+        states.append({name: weight.clone() for name, weight in weights.items()})
+    return states
+
+
+def in_float64(state: State) -> State:
+    """Copy tensors, in float64."""
+    return {name: tensor.to(torch.float64, copy=True) for name, tensor in state.items()}
 
 
 def gradients_of(weights: State, tokens: torch.Tensor, forward: Callable) -> tuple[float, State]:
@@ -710,7 +722,7 @@ def recomputing(forwards: int) -> Callable[..., dict]:
     return formula
 
 
-def mixed(inputs: int) -> Callable[..., dict]:
+def in_bfloat16(inputs: int) -> Callable[..., dict]:
     """Return the formula of a way whose attention and MLPs compute in bfloat16.
 
     Args:
@@ -741,7 +753,8 @@ FORMULAS = {
     "plain": recomputing(1), "recompute": recomputing(2), "checkpoint": recomputing(2),
     # The norms' inputs stay in float32 (4), and are kept in bfloat16, too, for what follows (2);
     # query, key, value, what attention found (4), in the MLP four times the units, twice (8).
-    "bf16": mixed(18), "autocast": mixed(20),  # which casts for query, key and value each
+    # `autocast` keeps one norm's output three times, for query, key and value.
+    "bf16": in_bfloat16(18), "autocast": in_bfloat16(20),
     "gpipe": pipeline(1, lambda n, m: m), "1f1b": pipeline(1, min),
     "interleaved": pipeline(2, lambda n, m: min(2 * m, 3 * n - 1)),
 }
