@@ -2,9 +2,11 @@
 
 Every program trains in each of its ways, in float64, in its own processes. After each step, what
 the ranks hold of gradients and weights is put together here, however that way has cut it, and held
-against that process; what they have sent and what they keep, against formulas.
+against that process; what they have sent and what they keep, against formulas. The ways that
+compute in bfloat16 are held in float32, see `hold_mixed_precision`.
 """
 
+import contextlib
 import importlib
 import logging
 import math
@@ -12,7 +14,7 @@ import random
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -31,6 +33,8 @@ from transformer_parallel import main as tutorial
 from transformer_parallel.model import Shape, Transformer
 
 TOLERANCE, WHY = 1e-9, "float64 sums in another order"
+MIXED = ("bf16", "autocast")  # checked in float32: autocast leaves float64 as it is
+IN_FLOAT32 = 1e-6, "float32 rounding, not bfloat16's"
 STEPS = 3
 FLOAT64 = 8  # bytes
 FAR_FROM_ROUNDING = 1e-10  # for two probabilities
@@ -57,11 +61,14 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     torch.set_default_dtype(torch.float64)
     # It would tell on each rank how `copied` could fetch parts that are cut twice in fewer calls.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    everyone = []  # for each way, on rank 0: of each rank, its steps: (gradients, weights)
+    # For each way, on rank 0: of each rank, its steps: (gradients, weights). In MIXED a third is
+    # there: the rank's gradients before they are averaged.
+    everyone = []
     with Recorder() as recorder:
         @recorder.around(tutorial, "train")
         def train(original, rank, size, make_way, args):
-            steps = []
+            steps, own = [], []
+            mixed = args.ways[len(everyone)] in MIXED
 
             def recorded_way(model, args):
                 way = make_way(model, args)
@@ -70,14 +77,21 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
                 def noted():
                     gradients = held(way, "grad")  # ZeRO drops them
                     after_step()
-                    steps.append((gradients, held(way, "data")))
+                    steps.append((gradients, held(way, "data"), *own))
+                    own.clear()
+
+                def noting_own(finish=way.finish):
+                    own.append(held(way, "grad"))
+                    finish()
 
                 way.after_step = noted
+                way.finish = noting_own if mixed else way.finish
                 watch_costs(way)
                 return way
 
             torch.manual_seed(rank)  # nothing may depend on what was drawn before
-            measured = original(rank, size, recorded_way, args)
+            with default_dtype(torch.float32 if mixed else torch.float64):
+                measured = original(rank, size, recorded_way, args)
             everyone.append(on_rank_0(steps))
             return measured
 
@@ -90,6 +104,17 @@ def on_rank_0(steps: list[tuple[State, State]]) -> list[list[tuple[State, State]
     everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(steps, everyone)
     return everyone
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors and modules of a type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def watch_costs(way: object) -> None:
@@ -162,15 +187,20 @@ def compare(everyone: list[list[list[tuple[State, State]]]], measured: dict[str,
     findings = Comparison(f"{args.world_size} processes")
     losses, *oracle, routers = single_process(args)
     for (way, reported), of_ranks in zip(measured.items(), everyone, strict=True):
-        for what, (name, states) in enumerate(zip(("gradients", "weights"), oracle, strict=True)):
-            steps = [[rank[step][what] for rank in of_ranks] for step in range(args.steps)]
-            pairs = [together(step, whole) for step, whole in zip(steps, states, strict=True)]
-            findings.close(f"{way}, {name}", *zip(*pairs, strict=True), TOLERANCE, WHY,
-                           scale_at_least=1e-6)
         for rank in reported:
             if rank["losses"] != reported[0]["losses"]:
                 findings.holds(f"{way}, losses", False, "they differ between ranks")
-        findings.close(f"{way}, losses", reported[0]["losses"], losses, TOLERANCE, WHY)
+        if way in MIXED:
+            with default_dtype(torch.float32):
+                hold_mixed_precision(findings, way, reported, of_ranks, args)
+        else:
+            for what, (name, states) in enumerate(zip(("gradients", "weights"), oracle,
+                                                      strict=True)):
+                steps = [[rank[step][what] for rank in of_ranks] for step in range(args.steps)]
+                pairs = [together(step, whole) for step, whole in zip(steps, states, strict=True)]
+                findings.close(f"{way}, {name}", *zip(*pairs, strict=True), TOLERANCE, WHY,
+                               scale_at_least=1e-6)
+            findings.close(f"{way}, losses", reported[0]["losses"], losses, TOLERANCE, WHY)
         hold_costs(findings, way, reported, args, routers[-1])
     if {"ring", "zigzag"} & measured.keys():
         findings.close("softmax of large scores", *large_scores(), TOLERANCE, WHY, unit="order")
@@ -277,10 +307,7 @@ def forward(weights: State, tokens: torch.Tensor, args: Namespace, routed: list)
         routed: what each router does is appended, see `of_experts`.
     """
     shape, length = Shape(), tokens.shape[1]
-    x = weights["embedding.weight"][tokens]
-    angles = torch.arange(length)[:, None] * torch.exp(
-        torch.arange(0, shape.units, 2) * (-9.21 / shape.units))
-    x = x + torch.cat([angles.sin(), angles.cos()], dim=1)
+    x = embedded(weights, tokens)
     later = torch.full((length, length), -math.inf).triu(1)
 
     def layer(x, name):
@@ -303,6 +330,14 @@ def forward(weights: State, tokens: torch.Tensor, args: Namespace, routed: list)
         else:
             x = x + of_mlp(h, f"{block}.mlp", layer)
     return layer(norm(x, "norm"), "head")
+
+
+def embedded(weights: State, tokens: torch.Tensor) -> torch.Tensor:
+    """Look up the tokens (rows, length), and add sines and cosines of their places."""
+    units = Shape().units
+    angles = torch.arange(tokens.shape[1])[:, None] * torch.exp(
+        torch.arange(0, units, 2) * (-9.21 / units))
+    return weights["embedding.weight"][tokens] + torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 def of_mlp(h: torch.Tensor, name: str, layer: Callable) -> torch.Tensor:
@@ -367,6 +402,115 @@ def characters(step: int, args: Namespace) -> torch.Tensor:
         rows.append([95 if letter == "\n" else ord(letter) - 32
                      for letter in text[skipped : skipped + args.seq_len + 1]])
     return torch.tensor(rows)
+
+
+def hold_mixed_precision(findings: Comparison, way: str, reported: list[dict],
+                         of_ranks: list[list[tuple[State, State, State]]], args: Namespace) -> None:
+    """Hold what is rounded to bfloat16, and that all else is as exact as float32.
+
+    From one beginning, two trainings would part: where a gradient is all rounding, AdamW makes as
+    large a step of it as of any other. So each step begins with what the run had before it.
+
+    Args:
+        findings: to these is added.
+        way: its name.
+        reported: what each rank has measured.
+        of_ranks: of each rank, its steps: averaged gradients, weights, its own gradients.
+        args: the parsed flags.
+    """
+    n, steps = args.world_size, [list(ranks) for ranks in zip(*of_ranks, strict=True)]
+    averaged, weights, own = ([[rank[what] for rank in ranks] for ranks in steps]
+                              for what in range(3))
+    first = {name: parameter.detach() for name, parameter in whole_model(args).named_parameters()}
+    before = [first, *(ranks[0] for ranks in weights[:-1])]
+    batches = [characters(step, args) for step in range(args.steps)]
+    in_bf16 = [[gradients_of(state, rows, lambda *batch: forward_in_bf16(*batch, way))
+                for rows in batch.chunk(n)] for state, batch in zip(before, batches, strict=True)]
+    with default_dtype(torch.float64):
+        exact = [gradients_of(in_float64(state), batch, lambda *batch: forward(*batch, args, []))
+                 for state, batch in zip(before, batches, strict=True)]
+    means = [{name: sum(rank[name].double() for rank in ranks) / n for name in first}
+             for ranks in own]
+    stepped = adamw_steps(before, [ranks[0] for ranks in averaged], args)
+
+    findings.close(f"{way}, a rank's gradients", own, [[of_rows for _, of_rows in ranks]
+                                                       for ranks in in_bf16], 1e-4,
+                   "the same casts in the same kernels: none rounds to the other side")
+    findings.close(f"{way}, their mean", averaged, [[mean] * n for mean in means], *IN_FLOAT32)
+    findings.close(f"{way}, AdamW's step", weights, [[step] * n for step in stepped], *IN_FLOAT32)
+    findings.close(f"{way}, losses", reported[0]["losses"],
+                   [sum(loss for loss, _ in ranks) / n for ranks in in_bf16], *IN_FLOAT32)
+    findings.close(f"{way}, gradients", averaged, [[whole] * n for _, whole in exact], 0.05,
+                   "float64's; bfloat16 rounds to 0.2%, many times", scale_at_least=1e-3)
+
+
+def adamw_steps(before: list[State], gradients: list[State], args: Namespace) -> list[State]:
+    """Step once from each of these weights, in float64, with these gradients; return all weights.
+
+    The moments go on from step to step.
+    """
+    weights = in_float64(before[0])
+    optimizer = optim.AdamW(weights.values(), lr=args.lr)
+    states = []
+    for state, of_state in zip(before, gradients, strict=True):
+        for name, weight in weights.items():
+            weight.data, weight.grad = state[name].double(), of_state[name].double()
+        optimizer.step()
+        states.append({name: weight.clone() for name, weight in weights.items()})
+    return states
+
+
+def in_float64(state: State) -> State:
+    """Copy tensors, in float64."""
+    return {name: tensor.to(torch.float64, copy=True) for name, tensor in state.items()}
+
+
+def gradients_of(weights: State, tokens: torch.Tensor, forward: Callable) -> tuple[float, State]:
+    """Compute the loss and the gradients of some rows.
+
+    Args:
+        weights: by their names.
+        tokens: (rows, length + 1).
+        forward: `forward(weights, tokens)` computes the logits.
+    """
+    weights = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+    loss = F.cross_entropy(forward(weights, tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    return loss.item(), {name: weight.grad for name, weight in weights.items()}
+
+
+def forward_in_bf16(weights: State, tokens: torch.Tensor, way: str) -> torch.Tensor:
+    """Compute the logits, with attention and MLPs in bfloat16.
+
+    The kernels are torch's, as in the model, and so are the shapes. Else some sums would round to
+    the other side, which soon changes gradients by one step of bfloat16 (2^-7 of a number), and so
+    does a cast at the wrong place.
+
+    Args:
+        weights: by their names.
+        tokens: (rows, length).
+        way: "bf16" casts what attention is given once; "autocast" for query, key and value each, so
+            that their gradients are added in float32.
+    """
+    shape, x = Shape(), embedded(weights, tokens)
+
+    def norm(x, name):
+        return F.layer_norm(x, (shape.units,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    for number in range(sum(name.endswith("norm1.weight") for name in weights)):
+        def layer(h, name, block=f"blocks.{number}"):
+            return F.linear(h.bfloat16(), weights[f"{block}.{name}.weight"].bfloat16(),
+                            weights[f"{block}.{name}.bias"].bfloat16())
+
+        h = norm(x, f"blocks.{number}.norm1")
+        h = h.bfloat16() if way == "bf16" else h
+        q, k, v = (layer(h, f"attention.{name}").unflatten(-1, (shape.heads, -1)).transpose(1, 2)
+                   for name in ("query", "key", "value"))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + layer(mixed.transpose(1, 2).flatten(2), "attention.out")
+        h = norm(x, f"blocks.{number}.norm2")
+        x = x + layer(F.gelu(layer(h, "mlp.up")), "mlp.down")
+    return F.linear(norm(x, "norm"), weights["head.weight"])
 
 
 def hold_costs(findings: Comparison, way: str, reported: list[dict], args: Namespace,
@@ -601,6 +745,25 @@ def recomputing(forwards: int) -> Callable[..., dict]:
     return formula
 
 
+def in_bfloat16(inputs: int) -> Callable[..., dict]:
+    """Return the formula of a way whose attention and MLPs compute in bfloat16.
+
+    Args:
+        inputs: how many times its input, in bfloat16, a block keeps.
+    """
+    def formula(args, n, sizes):
+        # Whose float32 is half of what the other formulas count, also of what fills a bucket.
+        costs = buckets(Namespace(**{**vars(args), "bucket_kb": 2 * args.bucket_kb}), n, sizes)
+        halves = {what: costs[what] / 2 for what in ("sent", "weights", "gradients", "state")}
+        # In float32: mean and deviation of two norms, and of each head the sum of a softmax.
+        of_token = 2 * inputs * Shape().units + 4 * (2 * 2 + Shape().heads)
+        copies = 2 * sum(math.prod(size) for name, size in sizes.items()
+                         if re.search(r"(attention|mlp)\..*weight", name))
+        kept = args.batch_size // n * args.seq_len * of_token * args.blocks + copies
+        return costs | halves | {"figures": {"forwards": 1, "MB kept": kept / 1e6}}
+    return formula
+
+
 FORMULAS = {
     "each": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)),
     "replicas": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)),
@@ -611,6 +774,10 @@ FORMULAS = {
     "data_pipeline": grid_of_stages,
     "gather": context("gather"), "ring": context("ring"), "zigzag": context("zigzag"),
     "plain": recomputing(1), "recompute": recomputing(2), "checkpoint": recomputing(2),
+    # The norms' inputs stay in float32 (4), and are kept in bfloat16, too, for what follows (2);
+    # query, key, value, what attention found (4), in the MLP four times the units, twice (8).
+    # `autocast` keeps one norm's output three times, for query, key and value.
+    "bf16": in_bfloat16(18), "autocast": in_bfloat16(20),
     "gpipe": pipeline(1, lambda n, m: m), "1f1b": pipeline(1, min),
     "interleaved": pipeline(2, lambda n, m: min(2 * m, 3 * n - 1)),
 }

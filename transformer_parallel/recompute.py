@@ -1,8 +1,8 @@
-r"""Activation checkpointing: what backward needs is computed again rather than kept.
+r"""What backward needs: computed again rather than kept, or kept in half the bytes.
 
 Forward keeps what each operation will need in backward; for a block that is more than ten times its
-input. Here only the inputs of the blocks are kept, and backward computes a block once more before
-it goes back through it:
+input. Activation checkpointing keeps the inputs of the blocks alone, and backward computes a block
+once more before it goes back through it:
 
     plain        forward    block 0 ######  block 1 ######  block 2 ######  block 3 ######
                  backward   3, 2, 1, 0 from what was kept
@@ -14,19 +14,31 @@ it goes back through it:
     plain        all                                     1
     recompute    L / N inputs, with --every N            2
     checkpoint   the same, by torch.utils.checkpoint     2
+    bf16         all, in 9/16 of the bytes; copies of    1
+                 the weights, in half of theirs
+    autocast     the same, by torch.autocast: 10/16      1
 
 `--every N` keeps the input of each N-th block; backward then holds what N blocks keep. Of L blocks,
 the sum is least near N = sqrt(L). Nothing in this model is drawn by chance. Where dropout is, the
 second forward must draw what the first one drew: torch's checkpoint puts the generators back.
 
+Mixed precision computes attention and MLPs in bfloat16, which has float32's range and 8 binary
+digits, 2 to 3 decimal ones. What adds up many numbers, or small ones to large ones, stays exact:
+
+    forward      weight -> copy*        x -> norm -> attention* or MLP*, with copies -> added to x
+    backward     gradient of the copy* -> that of the weight -> mean of the ranks -> AdamW -> weight
+                 * in bfloat16; all else in float32, and so are the last norm, the head and the loss
+
 Underneath it is data parallelism with buckets, as in main.py.
 
-    python transformer_parallel/recompute.py                        all three, on four ranks
+    python transformer_parallel/recompute.py                        all five, on four ranks
     python transformer_parallel/recompute.py --blocks 16 --every 4
     python transformer_parallel/recompute.py --check                the same numbers as one process?
 
-Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost",
-https://arxiv.org/abs/1604.06174, section 4.
+Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+https://arxiv.org/abs/1604.06174, section 4; Micikevicius et al., "Mixed Precision Training",
+https://arxiv.org/abs/1710.03740, sections 3.1 and 3.3. Its 3.2, a loss that is scaled so that
+gradients are not zero in float16, bfloat16 does without.
 """
 
 from argparse import Namespace
@@ -38,6 +50,7 @@ from common.cli import Parser, bounded
 from common.program import run_program
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from transformer_parallel import main as tutorial
@@ -71,7 +84,10 @@ class Recomputed(torch.autograd.Function):
 
 
 class Kept:
-    """Counts the bytes that autograd keeps of what is computed within, besides the weights."""
+    """Counts the bytes that autograd keeps of what is computed within, besides the weights.
+
+    Copies of weights in another type count: they are there from forward to backward.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.weights = {parameter.data_ptr() for parameter in model.parameters()}
@@ -144,7 +160,43 @@ class Torchs(Plain):
         return checkpoint(group, x, use_reentrant=False)
 
 
-WAYS = {"plain": Plain, "recompute": Recompute, "checkpoint": Torchs}
+class Bf16(Plain):
+    """Keeps everything, most of it in half the bytes: attention and MLPs compute in bfloat16."""
+
+    def __init__(self, model: Transformer, args: Namespace) -> None:
+        super().__init__(model, args)
+        for block in model.blocks:
+            for module in (block.attention, block.mlp):
+                module.register_forward_pre_hook(lambda _, inputs: inputs[0].bfloat16())
+
+    def through(self, group: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Compute a group with copies of its weights, in bfloat16; those of norms as they are.
+
+        A block adds what attention and MLP return, in bfloat16, to x, in float32: that is float32.
+
+        Backward casts the gradient of a copy, and adds it to that of the weight itself. So the mean
+        over the ranks and AdamW's step are in float32 ("master weights"). In bfloat16, a weight of
+        0.1 would stay what it is when 0.0002 are added to it.
+        """
+        copies = {name: weight if "norm" in name else weight.bfloat16()
+                  for name, weight in group.named_parameters()}
+        return functional_call(group, copies, x)
+
+
+class TorchsBf16(Plain):
+    """Leaves the casts to torch, which has a list of operators that compute in bfloat16.
+
+    Linear layers and attention are on it. Query, key and value are three: each casts its input.
+    """
+
+    def through(self, group: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Compute a group; its backward computes in the types of its forward."""
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return group(x)
+
+
+WAYS = {"plain": Plain, "recompute": Recompute, "checkpoint": Torchs, "bf16": Bf16,
+        "autocast": TorchsBf16}
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
