@@ -8,19 +8,16 @@ rows of `measure`.
 import argparse
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 
-import mpi4py
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
 
-mpi4py.rc.thread_level = "funneled"  # gloo's threads do not call MPI: it needs no locks
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from mpi4py import MPI  # noqa: E402
-from p2p_collectives.ring_allreduce import contribution  # noqa: E402
-from p2p_collectives.shared_memory import SharedMemory, collectives  # noqa: E402
-from p2p_collectives.shared_memory_results import SHARED, require_right, rows_of  # noqa: E402
+from p2p_collectives.ring_allreduce import contribution
+from p2p_collectives.shared_memory import SharedMemory, collectives
+from p2p_collectives.shared_memory_results import SHARED, require_right, rows_of
 
 TIMEOUT_S = 120  # of a wait for another rank
 CALLS, CALLS_BYTES = 32, 2**24  # in a row: at most so many, on at most so many bytes
