@@ -40,13 +40,35 @@ def with_mpi(n: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor | None]]
             "all_gather": lambda tensor: comm.Allgather(MPI.IN_PLACE, tensor.numpy())}
 
 
-def measure(sizes: list[int], repeats: int) -> Iterator[dict]:
+def timed(function: Callable[[torch.Tensor | None], object], tensor: torch.Tensor | None,
+          calls: int) -> float:
+    """Return the seconds of a call, of the slowest rank, from several calls in a row.
+
+    Of a single short one, most would be how far apart the ranks leave the barrier before it.
+    """
+    MPI.COMM_WORLD.Barrier()  # or the first to come would count its wait for the last
+    started = time.perf_counter()
+    for _ in range(calls):
+        function(tensor)
+    return MPI.COMM_WORLD.allreduce(time.perf_counter() - started, op=MPI.MAX) / calls
+
+
+def measure_barriers(shared: SharedMemory, repeats: int) -> list[dict]:
+    """Time what the small collectives wait for, in turns; return rows, of 0 bytes."""
+    ways = {"gloo": lambda _: dist.barrier(), SHARED: lambda _: shared.barrier(),
+            "mpi": lambda _: MPI.COMM_WORLD.Barrier()}
+    seconds = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way, barrier in ways.items():
+            seconds[way].append(timed(barrier, None, CALLS))
+    return rows_of("barrier", seconds, shared.size, 0)
+
+
+def measure(shared: SharedMemory, sizes: list[int], repeats: int) -> Iterator[dict]:
     """Time all ways of each collective in turns; each round begins with a call that is checked.
 
-    Timed are several calls in a row, where they are short: how far apart the ranks leave the
-    barrier before them would be most of a single one.
-
     Args:
+        shared: of all ranks, for tensors of these sizes.
         sizes: in bytes, of the tensor of each rank.
         repeats: rounds after the first.
 
@@ -57,7 +79,6 @@ def measure(sizes: list[int], repeats: int) -> Iterator[dict]:
         ArithmeticError: if a result is wrong.
     """
     rank, world_size, comm = dist.get_rank(), dist.get_world_size(), MPI.COMM_WORLD
-    shared = SharedMemory(max(sizes), range(world_size), TIMEOUT_S)
     of_mpi, of_lesson = with_mpi(max(sizes) // 4), collectives(rank, world_size, shared)
     for collective, ways in of_lesson.items():
         ways |= {"mpi": of_mpi[collective]}
@@ -77,15 +98,10 @@ def measure(sizes: list[int], repeats: int) -> Iterator[dict]:
                     if isinstance(received, torch.Tensor):
                         tensor.tensor_split(world_size)[rank].copy_(received)
                     require_right(collective, way, tensor, rank, world_size)
-                    comm.Barrier()  # or the first to come would count its wait for the last
-                    started = time.perf_counter()
-                    for _ in range(calls):
-                        function(tensor)
-                    slowest = comm.allreduce(time.perf_counter() - started, op=MPI.MAX)
+                    time_of_call = timed(function, tensor, calls)
                     if repeat > 0:  # the first round connects the ranks and touches the memory
-                        seconds[way].append(slowest / calls)
+                        seconds[way].append(time_of_call)
             yield from rows_of(collective, seconds, world_size, n_bytes)
-    shared.close()
 
 
 def main():
@@ -100,7 +116,9 @@ def main():
     os.environ |= dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(world_size))
     dist.init_process_group("gloo", store=dist.FileStore(args.store, world_size), rank=rank,
                             world_size=world_size)
-    rows = list(measure(args.sizes, args.repeats))
+    shared = SharedMemory(max(args.sizes), range(world_size), TIMEOUT_S)
+    rows = [*measure(shared, args.sizes, args.repeats), *measure_barriers(shared, args.repeats)]
+    shared.close()
     dist.destroy_process_group()
     if rank == 0:
         print(json.dumps(rows), flush=True)
