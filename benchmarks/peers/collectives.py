@@ -95,13 +95,13 @@ def build_parser() -> PlainParser:
 def main(argv: list[str] | None = None) -> dict:
     """Print the table and write metrics.json; return the metrics."""
     args = build_parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the ranks would run on
     for n_bytes in args.sizes:
         for world_size in args.world_sizes:
             if n_bytes % (4 * world_size):
                 refuse(f"--sizes {n_bytes} must be a multiple of {4 * world_size}: as many float32 "
                        f"for each of {world_size} ranks", None)
     require_writable_folder("--output_dir", args.output_dir)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the ranks would run on
     python = python_of("openmpi.txt", args.environments.resolve())
     rounds = [[] for _ in range(args.rounds)]
     with report.progress(args.rounds * len(args.world_sizes), "run") as bar:
