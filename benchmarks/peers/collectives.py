@@ -27,7 +27,7 @@ from benchmarks.peers import environments
 from benchmarks.peers.environments import HERE, python_of
 from p2p_collectives.ring_allreduce_results import size_text
 
-LIMIT_S = 600  # of one run
+LIMIT_S = 1200  # of one run
 WHICH = ("world_size", "collective", "bytes", "way")  # what names a row
 
 
