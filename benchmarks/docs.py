@@ -14,6 +14,7 @@ In a page, in either language (`*.ja.md` is Japanese):
     <!-- map 6_5_rpc_rl -->...<!-- end -->        the table of docs/walk/6_5_rpc_rl.json
     <!-- table faults_rank -->...<!-- end -->     what the tests expect: tests/fault_table.py
     <!-- table faults_launcher -->...<!-- end -->
+    <!-- table peers_collectives -->...<!-- end -->   measured ratios to gloo
 
 Measured numbers in a program's docstring are medians, too: `IN_DOCSTRINGS` has their places.
 """
@@ -28,6 +29,8 @@ from pathlib import Path
 from common.cli import PlainParser
 
 from benchmarks import outputs
+from p2p_collectives.ring_allreduce_results import size_text
+from p2p_collectives.shared_memory_results import COLLECTIVES, COPIED, SHARED
 from tests.fault_table import OF_A_LAUNCHER, OF_A_RANK
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,6 +106,8 @@ WORDS = {  # column titles and cells of the tables
            "shutdown": "end",
            "goes_on": "none: the run goes on", "silence": "none",
            "others": "other terminals: ", "comma": ", ",
+           "ranks": "{n} ranks: {size}", "ring": "ring", "shared_memory": "shared memory",
+           "shared_memory_copied": "shared memory, copied there and back", "mpi": "Open MPI",
            "replay": "**Message by message.** `python -m common.tracing {flags}` writes "
                      "`replay.html`, which shows for each\nmessage the line that sent it and what "
                      "every process waits for ([a recorded run]({link}); the site plays it)."},
@@ -118,6 +123,8 @@ WORDS = {  # column titles and cells of the tables
            "shutdown": "終了時",
            "goes_on": "なし。実行は続く", "silence": "なし",
            "others": "ほかのターミナル：", "comma": "、",
+           "ranks": "{n}ランク：{size}", "ring": "リング", "shared_memory": "共有メモリー",
+           "shared_memory_copied": "共有メモリー（コピーあり）", "mpi": "Open MPI",
            "replay": "**1通ずつたどる。** `python -m common.tracing {flags}`が作る`replay.html`を"
                      "ブラウザーで開くと、\nメッセージごとに、送った行と、各プロセスが何を待っているかが分かります"
                      "（[記録の例]({link})。サイトでは、そのまま再生できます）。"},
@@ -318,6 +325,18 @@ def faults_beside(language):
                   for (way, *row), whats in rows.items()])
 
 
+def against_mpi(language):
+    """The table of the speed of collectives, gloo = 1: a row for each way to make one."""
+    words = WORDS[language]
+    cases = [(n, size) for n in (4, 2) for size in (2**16, 2**20, 2**26)]
+    rows = [[f"{code(collective)}{words['comma']}{words[way]}",
+             *(number(f"peers_collectives rows.{n}.{collective}.{size}.{way}.vs_gloo", language)
+               for n, size in cases)]
+            for collective in COLLECTIVES for way in ("ring", SHARED, COPIED, "mpi")]
+    return table(["", *(words["ranks"].format(n=n, size=size_text(size)) for n, size in cases)],
+                 rows)
+
+
 def example(pattern):
     """A line that a pattern of tests/fault_table.py describes."""
     inside = r"(?:\\.|[^()|\\])*"
@@ -357,7 +376,8 @@ def table(titles, rows):
     return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
 
 
-TABLES = {"faults_rank": faults_of_a_rank, "faults_launcher": faults_beside}
+TABLES = {"faults_rank": faults_of_a_rank, "faults_launcher": faults_beside,
+          "peers_collectives": against_mpi}
 
 
 def out_of_date():

@@ -49,6 +49,8 @@ HEADLINES = {  # name: (command, the keys that name the rows of its tables)
     "hierarchical": ("p2p_collectives/shared_memory.py --ranks_per_machine 2",
                      ("collective", "bytes", "way")),
     "peers": ("-m benchmarks.peers --rounds 2", ("name",)),
+    "peers_collectives": ("-m benchmarks.peers.collectives --rounds 1",
+                          ("world_size", "collective", "bytes", "way")),
     "latency": ("-m benchmarks.latency", ("round_trip_ms",)),
     "single_machine": ("model_parallel_resnet/single_machine.py", ("model",)),
     "pipeline": ("-m common.tracing model_parallel_resnet/early_backward.py --num_splits 1 2 4 8",
@@ -56,4 +58,4 @@ HEADLINES = {  # name: (command, the keys that name the rows of its tables)
     "pipeline_schedules": ("-m benchmarks.model_parallel_resnet --num_splits 4",
                            ("way", "num_split")),
 }
-ON_REQUEST = {"peers", "latency"}  # installs 2 GB; needs root
+ON_REQUEST = {"peers", "peers_collectives", "latency"}  # these install packages; this needs root

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import pictures
+from benchmarks.peers import collectives
 
 MACHINE = {"cpu_count": 2, "device": "cpu", "torch": "2.13.0+cpu"}
 
@@ -101,3 +102,20 @@ def test_an_interruption_lets_the_command_tidy_up(tmp_path, monkeypatch):
         benchmarks.measure("program", tmp_path / "1")
     assert (tmp_path / "tidied").exists()
     assert not (tmp_path / "1").exists()
+
+
+def test_rounds_of_collectives_become_one_row():
+    def row(way, median_s, vs_gloo):
+        return {"world_size": 2, "collective": "all_reduce", "bytes": 64, "way": way, "median_s": median_s,
+                "vs_gloo": vs_gloo}
+
+    gloo, mpi = collectives.summary([[row("gloo", 4, 1), row("mpi", 1, 4)], [row("gloo", 6, 1), row("mpi", 3, 2)],
+                                     [row("gloo", 5, 1), row("mpi", 4, 1.25)]])
+    assert gloo == row("gloo", 5, 1) | {"low": 1, "high": 1}
+    assert mpi == row("mpi", 3, 2) | {"low": 1.25, "high": 4}
+    with pytest.raises(AssertionError):
+        collectives.summary([[row("gloo", 4, 1)], [row("mpi", 1, 4)]])
+
+
+def test_collectives_in_slices_only(refused):
+    refused(collectives.main, ["--sizes", "8"], ("--sizes 8 must be a multiple of 16",))

@@ -3,15 +3,16 @@
 Each runs as a command of its own, in turns, with other random numbers in each round. Counted are
 the seconds from its start until it says that it has solved CartPole, imports and processes
 included. The others have environments of their own, which are made here at the first time (pinned
-versions in torchrl.txt, sample_factory.txt; 2 GB). Their programs are with_torchrl.py and
-with_sample_factory.py: the settings are those that their makers, or the RL Baselines3 Zoo, publish
-for CartPole.
+versions in torchrl.txt, sample_factory.txt, envpool.txt; 2 GB). The programs with_torchrl.py and
+with_sample_factory.py have the settings that their makers, or the RL Baselines3 Zoo, publish for
+CartPole. with_envpool.py is one_process.py with the environments of EnvPool, and the rest as it is.
 
     python -m benchmarks.peers                 five rounds
     python -m benchmarks.peers --only batch_rl torchrl --rounds 1
 
-Solved is, with the others, a mean above 475 of the last 100 episodes; with batch_rl, a running
-reward above 475, of which half comes from the newest episode of each environment.
+Solved is, with TorchRL and Sample Factory, a mean above 475 of the last 100 episodes; with the
+agent of batch_rl, a running reward above 475, of which half comes from the newest episode of each
+environment.
 """
 
 import contextlib
@@ -28,36 +29,29 @@ from pathlib import Path
 from common import report
 from common.cli import PlainParser, bounded, require_writable_folder
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+from benchmarks.peers import environments
+from benchmarks.peers.environments import HERE, ROOT, python_of
+
 LIMIT_S = 600  # of one run
+TRAIN = "--mode train --num_envs 128 --lr 0.02"
 OURS = {  # the commands of this repository, without --seed and --output_dir
     "batch_rl": "batch_rl/until_solved.py",
-    "one_process": "-m benchmarks.one_process --mode train --num_envs 128 --lr 0.02",
+    "one_process": f"-m benchmarks.one_process {TRAIN}",
+    "envpool": f"-m benchmarks.peers.with_envpool {TRAIN}",
 }
 PEERS = {  # name: (program and flags, without the seed, requirements)
     "torchrl": ("with_torchrl.py --seed", "torchrl.txt"),
     "sample_factory": ("with_sample_factory.py", "sample_factory.txt"),
 }
+REQUIREMENTS = {"envpool": "envpool.txt", **{name: peer[1] for name, peer in PEERS.items()}}
 
 
-def python_of(requirements, folder):
-    """The Python of an environment with these requirements, made at the first time."""
-    environment = folder / requirements.removesuffix(".txt")
-    if not (environment / "ready").exists():
-        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-        subprocess.run([environment / "bin/pip", "install", "--quiet", "-r", HERE / requirements],
-                       check=True)
-        (environment / "ready").touch()
-    return environment / "bin/python"
-
-
-def ours(command, seed, folder):
+def ours(python, command, seed, folder):
     """Seconds of a command of this repository, and the environment's steps; None if unsolved."""
     started = time.time()
-    subprocess.run([sys.executable, *command.split(), "--seed", str(seed), "--output_dir", folder],
+    subprocess.run([python, *command.split(), "--seed", str(seed), "--output_dir", folder],
                    cwd=ROOT, check=True, capture_output=True, timeout=LIMIT_S,
-                   env={**os.environ, "PYTHONPATH": str(ROOT)})
+                   env=environments.ours())
     seconds = time.time() - started
     metrics = json.loads(Path(folder, "metrics.json").read_text())
     (row,) = metrics.get("rows", [metrics])  # one_process has a row for each number of environments
@@ -94,7 +88,7 @@ def build_parser():
     add("--only", choices=names, nargs="+", default=names, metavar="NAME",
         help=f"of {', '.join(names)}")
     add("--rounds", type=bounded(int, at_least=1), default=5, metavar="N", help="seeds")
-    add("--environments", type=Path, default=Path("outputs", "peers"), metavar="DIR",
+    add("--environments", type=Path, default=environments.DEFAULT, metavar="DIR",
         help="where the others are installed")
     add("--output_dir", type=Path, default=Path("outputs", "benchmark_peers"), metavar="DIR",
         help="for metrics.json")
@@ -105,16 +99,17 @@ def main(argv=None):
     """Print the table and write metrics.json."""
     args = build_parser().parse_args(argv)
     require_writable_folder("--output_dir", args.output_dir)
-    pythons = {name: python_of(PEERS[name][1], args.environments.resolve())
-               for name in args.only if name in PEERS}
+    pythons = {name: python_of(REQUIREMENTS[name], args.environments.resolve())
+               if name in REQUIREMENTS else sys.executable for name in args.only}
     runs = {name: [] for name in args.only}
     with report.progress(args.rounds * len(runs), "run") as bar:
         for seed in range(args.rounds):
             for name, of_name in runs.items():
                 bar.set_description(name)
                 with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                    of_name.append(peers(pythons[name], PEERS[name][0], seed, folder)
-                                   if name in PEERS else ours(OURS[name], seed, folder))
+                    run, command = ((peers, PEERS[name][0]) if name in PEERS
+                                    else (ours, OURS[name]))
+                    of_name.append(run(pythons[name], command, seed, folder))
                 bar.update()
     rows = [row_of(name, of_name) for name, of_name in runs.items()]
     metrics = report.save_metrics(args, {"rounds": args.rounds, "rows": rows}, backend="several")
