@@ -86,12 +86,13 @@ class Board:
     """Reads in the store and writes there for a launcher, never waiting for longer than a beat.
 
     A server that is frozen or cut off does not answer, and torch's time-outs do not bound every
-    call (`multi_get` waits for ever, seen with 2.13): a thread makes the calls.
+    call (`multi_get` waits for ever, seen with 2.13): a thread makes the calls, except where the
+    server is in this very process.
 
     Args:
         store: as of `open_store`.
         keys: those that are read.
-        own: the key that this launcher writes; None where it is the only one.
+        own: the key that this launcher writes; None for the one that serves the store.
     """
 
     def __init__(self, store: dist.Store, keys: Sequence[str], own: str | None = None) -> None:
@@ -101,16 +102,37 @@ class Board:
         self.status = {"beat": 0, "failure": None, "left": False}  # of this launcher
         self._asked, self._requests, self._replies = False, queue.SimpleQueue(), queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        if own is not None:
+            self._thread.start()
 
     def _serve(self) -> None:
         for status in iter(self._requests.get, None):
             try:
-                if self.own is not None:
-                    self.store.set(self.own, status)
+                self.store.set(self.own, status)
                 self._replies.put(self.store.multi_get(self.keys))
             except RuntimeError as error:
                 self._replies.put(error)
+
+    def _read(self) -> list[bytes] | None:
+        """Return what the keys hold now; None if the store does not answer.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        if self.own is None:
+            return self.store.multi_get(self.keys)
+        if not self._asked:
+            self.status["beat"] += 1
+            self._requests.put(json.dumps(self.status))
+            self._asked = True
+        try:
+            reply = self._replies.get(timeout=BEAT_S)
+        except queue.Empty:
+            return None
+        self._asked = False
+        if isinstance(reply, RuntimeError):
+            raise reply
+        return reply
 
     def exchange(self, **changes: object) -> bool:
         """Write the own status and read all keys; return False if the store does not answer.
@@ -122,19 +144,14 @@ class Board:
             LostError: the store is gone.
         """
         self.status |= changes
-        if not self._asked:
-            self.status["beat"] += 1
-            self._requests.put(json.dumps(self.status))
-            self._asked = True
         try:
-            reply = self._replies.get(timeout=BEAT_S)
-        except queue.Empty:
+            texts = self._read()
+        except RuntimeError:
+            raise LostError from None
+        if texts is None:
             return False
-        self._asked = False
-        if isinstance(reply, RuntimeError):
-            raise LostError
         self.answered = time.monotonic()
-        for key, text in zip(self.keys, reply, strict=True):
+        for key, text in zip(self.keys, texts, strict=True):
             if text != self.texts.get(key, b""):
                 self.texts[key] = text
                 with contextlib.suppress(ValueError, RecursionError):  # a stranger has written it
@@ -151,5 +168,6 @@ class Board:
 
     def close(self) -> None:
         """End the thread, which holds the store, unless that does not answer."""
-        self._requests.put(None)
-        self._thread.join(BEAT_S / 10)
+        if self.own is not None:
+            self._requests.put(None)
+            self._thread.join(BEAT_S / 10)

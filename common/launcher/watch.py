@@ -147,7 +147,8 @@ class Launcher:
         here, looked = dict(here), time.monotonic()
         while here or self.failures or self.needed():
             waitables = [process.sentinel for process in here.values()]
-            ready = connection.wait([*waitables, *([interruption] if interruption else [])], BEAT_S)
+            waitables += [interruption] if interruption else []
+            ready = connection.wait(waitables, self.pause_s())
             if interruption in ready:
                 return Failure(self.rank, "was interrupted")
             if (away := time.monotonic() - looked) > AWAY_S:  # Ctrl-Z
@@ -168,6 +169,10 @@ class Launcher:
             if verdict := self.verdict():
                 return verdict
         return None
+
+    def pause_s(self) -> float:
+        """Return how many seconds may pass until it looks again, if nothing wakes it."""
+        return BEAT_S
 
     def listen(self) -> None:
         """Write the own status, and take in what the others have written since the last time."""
@@ -242,6 +247,10 @@ class Decider(Launcher):
     def needed(self) -> bool:
         """Return whether others need the store, and somebody who decides."""
         return not all(self.status(rank, "launcher").get("left") for rank in self.followers)
+
+    def pause_s(self) -> float:
+        """Return the same, or longer where only a silence is not seen at once."""
+        return BEAT_S if self.followers or self.failures else 2 * BEAT_S
 
     def of_lost_store(self) -> Failure:
         """Return the failure to blame when the store is gone, which this very process serves."""
