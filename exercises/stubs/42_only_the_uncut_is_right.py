@@ -6,7 +6,7 @@ import torch.distributed as dist
 def finish(self) -> None:
     """バックワードパスの後に、勾配を平均します。どこかに誤りがあります。
 
-    self: `DataTensor`か`DataPipeline`。ランクは格子に並び、同じ行のランクがモデル1つ分を分け合って、
+    self: `DataTensor`か`DataPipeline`。ランクは格子に並び、同じ行のランクがモデル1つ分を分け合い、
         バッチの同じ部分を見ます。`self.model`はこのランクにある部分、`self.size`は全ランクの数です。
         `self.column`は同じ列にあるランクの、`self.group`は同じ行にあるランクのグループです。
 
