@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = Parser("exercises/47_dropped_tokens", __doc__, distributed=False)
+    parser = Parser("exercises/47_tokens_without_a_place", __doc__, distributed=False)
     parser.add_argument("--counts", nargs="+", default=["10 3 2 1", "6 2, 2 6"], metavar="TOKENS",
                         help="how many tokens want each expert, of each rank")
     parser.add_argument("--capacity_factors", type=bounded(float, above=0), nargs="+",
