@@ -17,8 +17,9 @@ it goes back through it:
 
 `--every N` keeps the input of each N-th block; backward then holds what N blocks keep. With L
 blocks, each of which keeps 16 times its input, L / N + 16 N is least at N = sqrt(L) / 4. (Where a
-block keeps as much as its input, at the paper's sqrt(L).) Nothing in this model is drawn by chance. Where dropout is, the
-second forward must draw what the first one drew: torch's checkpoint puts the generators back.
+block keeps as much as its input, at the paper's sqrt(L).) Nothing in this model is drawn by chance.
+Where dropout is, the second forward must draw what the first one drew: torch's checkpoint puts the
+generators back.
 
 Underneath it is data parallelism with buckets, as in main.py.
 
