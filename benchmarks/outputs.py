@@ -79,7 +79,8 @@ REPLAYS = {  # program and flags of runs that are short enough to be followed me
                           "--blocks 1",
     "transformer_zero": "transformer_parallel/zero.py --ways zero3 --steps 2 --blocks 2",
 }
-WITH_TIMELINE = ("transformer_pipeline",)  # runs of which the picture is kept, too
+# Runs of which the picture is kept, too.
+WITH_TIMELINE = ("transformer_pipeline", "transformer_recompute")
 FIRST, LAST = 3, 12  # lines of a longer output that are kept
 
 
