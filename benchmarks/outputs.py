@@ -8,6 +8,7 @@
 links to the replays after `<!-- replay NAME -->`.
 """
 
+import os
 import shlex
 import subprocess
 import sys
@@ -66,7 +67,20 @@ REPLAYS = {  # program and flags of runs that are short enough to be followed me
                 "--num_batches 1 --num_splits 4",
     "rpc_rl": "rpc_rl/main.py --max_episodes 2",
     "rpc_rnn": "rpc_rnn/main.py --epochs 1 --batch_size 400",
+    "transformer": "transformer_parallel/main.py --ways overlap --steps 2",
+    "transformer_experts": "transformer_parallel/experts.py --ways experts --steps 2 --blocks 1",
+    "transformer_mesh": "transformer_parallel/mesh.py --ways data_tensor --steps 2 --blocks 1",
+    "transformer_pipeline": "transformer_parallel/pipeline.py --ways 1f1b --steps 2 --blocks 4 "
+                            "--micro_batches 4",
+    "transformer_recompute": "transformer_parallel/recompute.py --ways recompute --steps 2 "
+                             "--blocks 2",
+    "transformer_ring": "transformer_parallel/ring_attention.py --ways ring --steps 2 --blocks 1",
+    "transformer_tensor": "transformer_parallel/tensor_parallel.py --ways tensor --steps 2 "
+                          "--blocks 1",
+    "transformer_zero": "transformer_parallel/zero.py --ways zero3 --steps 2 --blocks 2",
 }
+# Runs of which the picture is kept, too.
+WITH_TIMELINE = ("transformer_pipeline", "transformer_recompute")
 FIRST, LAST = 3, 12  # lines of a longer output that are kept
 
 
@@ -84,10 +98,15 @@ def record(name):
     """Run the program of a replay, and keep its data; a deadlock ends with status 1."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "common.tracing", *shlex.split(REPLAYS[name])]
-        done = subprocess.run([*command, "--output_dir", folder], cwd=ROOT, capture_output=True)
+        done = subprocess.run([*command, "--output_dir", folder], cwd=ROOT, capture_output=True,
+                              env={**os.environ, "PICTURE_LANGUAGES": "en,ja"})
         assert done.returncode == name.startswith("deadlock"), (name, done.stderr.decode())
         replay_of(name).parent.mkdir(exist_ok=True)
         replay_of(name).write_text(replay.data_of(Path(folder, "replay.html").read_text()) + "\n")
+        for picture in Path(folder).glob("timeline*.png") if name in WITH_TIMELINE else ():
+            kept = ROOT / "docs/results" / name / picture.name
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_bytes(picture.read_bytes())
 
 
 def main(argv=None):

@@ -30,7 +30,8 @@ SHIM = re.compile(r'https://[^"]*/iframe-worker/shim')  # from where a page woul
 EMPTY_LINK = re.compile(r'<a id="__codelineno-\d+-\d+" name="[^"]*" href="[^"]*"></a>')
 LESSONS = ("p2p_collectives", "ddp_basic", "model_parallel_resnet", "rpc_rl", "rpc_rnn",
            "param_server", "batch_rl", "ddp_rpc_hybrid", "transformer_parallel")
-GUIDE = ("6_4", "6_3", "6_2", "6_5", "6_6", "6_7", "6_8", "6_9")  # in the order of docs/map.md
+# In the order of docs/map.md.
+GUIDE = ("6_4", "6_3", "6_2", "6_5", "6_6", "6_7", "6_8", "6_9", "transformer")
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 WIDE = "[\u3001-\u30ff\u4e00-\u9fff\uff01-\uff5e]"  # a Japanese character

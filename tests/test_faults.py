@@ -389,7 +389,7 @@ def test_no_standstill(runs, clean, tmp_path, capfd):
 @in_turns
 @pytest.mark.parametrize("timeout_s", [0.5, 1.0])
 def test_short_timeout(timeout_s, clean, tmp_path, capfd):
-    """A rank that waits for nobody is not silent, however slow its steps are: beats come once a second."""
+    """A rank that waits for nobody is not silent, however slow its steps are: beats come from a thread."""
     program = named("p2p_collectives.train")
     program = program._replace(flags=f"{program.flags} --world_size 1", roles="rank0",
                                raises={"rank0": program.raises["rank1"]})

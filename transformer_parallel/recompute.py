@@ -18,9 +18,11 @@ once more before it goes back through it:
                  the weights, in half of theirs
     autocast     the same, by torch.autocast: 10/16      1
 
-`--every N` keeps the input of each N-th block; backward then holds what N blocks keep. Of L blocks,
-the sum is least near N = sqrt(L). Nothing in this model is drawn by chance. Where dropout is, the
-second forward must draw what the first one drew: torch's checkpoint puts the generators back.
+`--every N` keeps the input of each N-th block; backward then holds what N blocks keep. With L
+blocks, each of which keeps 16 times its input, L / N + 16 N is least at N = sqrt(L) / 4. (Where a
+block keeps as much as its input, at the paper's sqrt(L).) Nothing in this model is drawn by chance.
+Where dropout is, the second forward must draw what the first one drew: torch's checkpoint puts the
+generators back.
 
 Mixed precision computes attention and MLPs in bfloat16, which has float32's range and 8 binary
 digits, 2 to 3 decimal ones. What adds up many numbers, or small ones to large ones, stays exact:

@@ -11,6 +11,26 @@ from torch.distributed.tensor import DTensor
 from transformer_parallel.model import Shape, Transformer
 
 MB = 1e6
+SPANS = {
+    "transformer_parallel.model:Block.forward": ["forward"],
+    "torch.autograd:backward": ["backward"],
+    "torch.optim:AdamW.step": ["step"],
+}
+
+
+def shown_first(spans_by_role: dict[str, list[dict]],
+                args: Namespace) -> dict[str, tuple[float, float]] | None:
+    """Choose the last step, since all have made the one before; None where there is one alone.
+
+    Args:
+        spans_by_role: `{role: spans}`.
+        args: the parsed flags.
+    """
+    steps = [[span["end"] for span in spans if span["kind"] == "step"]
+             for spans in spans_by_role.values()]
+    if any(len(ends) < 2 for ends in steps):
+        return None
+    return {"": (max(ends[-2] for ends in steps), max(ends[-1] for ends in steps))}
 
 
 def mean_of_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> float:

@@ -1,7 +1,7 @@
 """The one channel of a run: a TCPStore, in which ranks and launchers write how they are.
 
-    rank/2       by rank 2, every second: {"beat": 17, "failure": null, "left": false, ...}
-    launcher/2   by the process that watches over rank 2, every second, where there are several
+    rank/2       by rank 2, at every beat: {"beat": 17, "failure": null, "left": false, ...}
+    launcher/2   by the process that watches over rank 2, likewise, where there are several
     verdict      by the launcher of rank 0, once: whom to blame
     result/0/0   by the rank that has one, in pieces
 
@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-BEAT_S = 1.0
+BEAT_S = 1.5
 LIMIT = timedelta(seconds=60)  # of a single call that waits for a key
 PIECE = 2**22  # bytes: a TCPStore refuses values of 8 MiB
 

@@ -125,7 +125,7 @@ class Watcher:
     def unwatched(self, seconds: float) -> bool:
         """Wait for so long; return whether torchrun is gone. End the rank if there is a verdict.
 
-        The watcher writes "." each second, and "!" when it is known whom to blame.
+        The watcher writes "." at each beat, and "!" when it is known whom to blame.
         """
         ready, failure = connection.wait([] if self.left else [self.link], seconds), None
         heard = self.link.recv(100) if ready and not self.left else b""
@@ -227,10 +227,10 @@ def watch_over(parent: Parent, args: Namespace, names: list[str], neighbours: ra
         watch.report(verdict, names)
     launcher.close(verdict)
     if me != reporter:  # torchrun takes the first rank that ends for the cause, and ends the others
-        parent.wait(5 * BEAT_S, also_stopping=True)
+        parent.wait(5.0, also_stopping=True)
     with contextlib.suppress(OSError):
         parent.link.send(b"!")  # the rank ends
-    parent.wait(3 * BEAT_S)
+    parent.wait(3.0)
     if parent.lives():  # frozen; torchrun would wait for half a minute
         os.kill(parent.pid, signal.SIGKILL)
     worker.remove_leftovers([parent.pid], args)

@@ -1,8 +1,8 @@
 """Who has failed: the cause, and not the one that noticed it.
 
-    rank 1 -- a beat every second, its failure --+--> the store <-- reads and decides -- launcher 0
+    rank 1 -- that it lives, and its failure ----+--> the store <-- reads and decides -- launcher 0
     rank 2 --------------------------------------+        |
-    launcher 2 -- a beat, how its rank ended -----+       +--> the verdict, for all other launchers
+    launcher 2 -- that it lives, how rank 2 ended +       +--> the verdict, for all other launchers
 
 A local run has one launcher. Where ranks are launched manually, each terminal has one; under
 torchrun, a process beside each rank takes its place. That of rank 0 serves the store and decides;
@@ -26,9 +26,9 @@ from common.launcher.channel import BEAT_S, Board, LostError
 
 ROOT = Path(__file__).resolve().parents[2]  # of this repository
 GRACE_S = 4.0  # how long to look for the rank to blame, when others have only noticed its end
-SUSPECT_S = 3.5 * BEAT_S  # who is silent for so long while somebody misses an answer is to blame
+SUSPECT_S = 3.5  # who is silent for so long while somebody misses an answer is to blame
 START_S = 60.0  # a process may take this long until its first beat
-AWAY_S = 5 * BEAT_S  # a launcher that has not looked for so long was stopped itself
+AWAY_S = 5.0  # a launcher that has not looked for so long was stopped itself
 CAUSE, SILENCE, WAITED, NOTICED = range(4)  # kinds of failures, the most telling first
 
 
@@ -148,7 +148,7 @@ class Launcher:
         while here or self.failures or self.needed():
             waitables = [process.sentinel for process in here.values()]
             waitables += [interruption] if interruption else []
-            ready = connection.wait(waitables, self.pause_s())
+            ready = connection.wait(waitables, BEAT_S)
             if interruption in ready:
                 return Failure(self.rank, "was interrupted")
             if (away := time.monotonic() - looked) > AWAY_S:  # Ctrl-Z
@@ -169,10 +169,6 @@ class Launcher:
             if verdict := self.verdict():
                 return verdict
         return None
-
-    def pause_s(self) -> float:
-        """Return how many seconds may pass until it looks again, if nothing wakes it."""
-        return BEAT_S
 
     def listen(self) -> None:
         """Write the own status, and take in what the others have written since the last time."""
@@ -247,10 +243,6 @@ class Decider(Launcher):
     def needed(self) -> bool:
         """Return whether others need the store, and somebody who decides."""
         return not all(self.status(rank, "launcher").get("left") for rank in self.followers)
-
-    def pause_s(self) -> float:
-        """Return the same, or longer where only a silence is not seen at once."""
-        return BEAT_S if self.followers or self.failures else 2 * BEAT_S
 
     def of_lost_store(self) -> Failure:
         """Return the failure to blame when the store is gone, which this very process serves."""

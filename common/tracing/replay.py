@@ -47,7 +47,8 @@ def write(record: dict, begin: float, end: float, windows: dict[str, tuple[float
                "came": ms(arrow["came"])} for arrow in record["arrows"] if arrow["op"] in new]
     since = ops[0]["start"] if len(ops) < len(record["ops"]) else begin
     spans = [[lane, span["kind"], ms(span["start"]), ms(span["end"])]
-             for lane, of_role in enumerate(record["spans"].values()) for span in of_role
+             for lane, of_role in enumerate(record["spans"].values())
+             for span in sorted(of_role, key=lambda span: span["start"])  # those within, on top
              if span["end"] >= since]
     kinds = {span[1]: KINDS.get(span[1], OTHER)._asdict() for span in spans}
     window = next(iter((windows or {}).values()), None)

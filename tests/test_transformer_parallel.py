@@ -1,0 +1,35 @@
+"""What the guide's page on transformer_parallel derives, and what its pictures show."""
+
+import importlib
+
+import pytest
+
+from tests.helpers import ROOT
+from transformer_parallel import check, results
+
+DERIVED = {  # way: its program
+    "each": "main", "zero1": "zero", "zero3": "zero", "tensor": "tensor_parallel", "gather": "ring_attention",
+    "ring": "ring_attention", "replicas": "experts", "experts": "experts", "1f1b": "pipeline", "interleaved": "pipeline",
+    "data_tensor": "mesh", "data_pipeline": "mesh",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", DERIVED)
+@pytest.mark.parametrize("page", ["transformer.md", "transformer.ja.md"])
+def test_the_guide_has_the_bytes_of_the_formulas(way, page):
+    """In the section of the program, outside of what it has printed; `--check` holds what is counted against the same formulas."""
+    program = DERIVED[way]
+    args = importlib.import_module(f"transformer_parallel.{program}").build_parser().parse_args([])
+    args.world_size = 4
+    sizes = {name: parameter.shape for name, parameter in check.whole_model(args).named_parameters()}
+    formula = {**check.FORMULAS, **(check.mixtures([]) if program == "experts" else {})}[way]
+    sent = formula(args, 4, sizes)["sent"] * 4 / check.FLOAT64 / results.MB
+    section = (ROOT / "docs/lessons" / page).read_text().split(f"\n## {program}.py")[1].split("\n## ")[0]
+    assert f"{sent:.2f} MB" in section.split("<!-- output")[0] + section.split("<!-- end -->")[-1]
+
+
+def test_a_picture_shows_the_last_step():
+    spans = {f"rank{rank}": [{"kind": kind, "start": end - 1, "end": end} for kind, end in
+                             (("forward", 1), ("step", 3 + rank), ("backward", 8), ("step", 10 - rank))] for rank in (0, 1)}
+    assert results.shown_first(spans, None) == {"": (4, 10)}
+    assert results.shown_first({"rank0": spans["rank0"][:2]}, None) is None
