@@ -39,14 +39,19 @@ def open_store(host: str, port: int, listener: socket.socket | None = None) -> d
     Raises:
         OSError, RuntimeError: if nobody serves it there.
     """
-    if listener is None:  # torch would wait for the port, and print its own errors
-        socket.create_connection((host, port), timeout=LIMIT.total_seconds()).close()
-    served = {} if listener is None else {"master_listen_fd": listener.detach()}
-    store = dist.TCPStore(host, port, None, listener is not None, LIMIT, wait_for_workers=False,
-                          **served)
-    if listener is None:
-        ours(store).wait(["verdict"])  # until it is prepared
+    if listener is not None:
+        return dist.TCPStore(host, port, None, True, LIMIT, wait_for_workers=False,
+                             master_listen_fd=listener.detach())
+    # torch would wait for the port, and print its own errors.
+    socket.create_connection((host, port), timeout=LIMIT.total_seconds()).close()
+    store = join_store(host, port)
+    ours(store).wait(["verdict"])  # until it is prepared
     return store
+
+
+def join_store(host: str, port: int) -> dist.TCPStore:
+    """Return a client of a store that is there, and prepared."""
+    return dist.TCPStore(host, port, None, False, LIMIT, wait_for_workers=False)
 
 
 def ours(store: dist.Store) -> dist.PrefixStore:

@@ -394,8 +394,8 @@ def run_rank(index: int, run_worker: Callable, args: Namespace, ranks: list[int]
     heartbeat = worker.Heartbeat(ranks[index], worker.unwatched_by(launcher), args)
     heartbeat.start()
     try:
-        store = channel.open_store(host, int(port))
-    except (OSError, RuntimeError):  # the launcher has been killed
+        store = channel.join_store(host, int(port))
+    except RuntimeError:  # the launcher has been killed
         worker.exit_now(1)
     heartbeat.connect(store)
     worker.watch_calls(heartbeat)

@@ -60,7 +60,7 @@ class Heartbeat(threading.Thread):
         self.failed_at = None  # where, once it has failed: from then on it is elsewhere
 
     def connect(self, store: dist.Store) -> None:
-        """Write to this store from now on (`channel.open_store`)."""
+        """Write to this store from now on, of module `channel`."""
         self.store = ours(store)
         self.write()
 
@@ -73,9 +73,9 @@ class Heartbeat(threading.Thread):
             self.store.set(f"rank/{self.rank}", json.dumps(self.status))
 
     def run(self) -> None:
-        """Beat until the end."""
+        """Beat until the end; `connect` has done so for the first time."""
         seen = None  # the last `cpu_time_alone`
-        while True:
+        while not self.unwatched(BEAT_S):
             changes, now = {}, cpu_time_alone()
             if now is None or now != seen:  # else all is where it was
                 frames = stacks()
@@ -85,10 +85,9 @@ class Heartbeat(threading.Thread):
                 del frames  # and what they hold of the rank's
             seen = now
             self.write(**changes)
-            if self.unwatched(BEAT_S):
-                self.write(failure=watch.Failure(self.rank, "ended: its launcher is gone"))
-                remove_leftovers([os.getpid()], self.args)
-                os.kill(os.getpid(), signal.SIGKILL)
+        self.write(failure=watch.Failure(self.rank, "ended: its launcher is gone"))
+        remove_leftovers([os.getpid()], self.args)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def fail(self, error: BaseException) -> None:
         """Report that this rank ends by an exception."""
