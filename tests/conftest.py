@@ -14,6 +14,8 @@ start.PRELOAD.append("tests.preload")  # once for all tests, not once in each wo
 # Several runs share the cores, and a process that polls its shared memory would take the time of all others.
 # What is started cold (tests/helpers.py) sends as it does for a user.
 os.environ.setdefault("RPC_TRANSPORTS", "uv")
+# What connects asks for a name; a name server that is slow would hold up a start for longer than any test waits.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 # More threads would only wait for each other: several test processes share the cores.
 torch.set_num_threads(1)
 # Where a script has started pytest in the background, Ctrl-C would be ignored here and by all that is started.

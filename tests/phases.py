@@ -7,7 +7,6 @@ file "exitR" ends with status 0. With --closed, standard input, output or errors
 """
 
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -59,15 +58,16 @@ def main():
 if __name__ == "__mp_main__" and os.environ.get("PHASE") == "import":  # in the fork server
     wait("import")
 if __name__ == "__mp_main__" and os.environ.get("PHASE") == "connect":
-    find = socket.create_connection
+    from common.launcher import channel
 
-    def find_and_wait(*address, **options):
-        """Find that the store is there; it may be gone when the rank connects."""
-        found = find(*address, **options)
+    join = channel.join_store
+
+    def wait_and_join(*address):
+        """Be about to connect to a store that may be gone by then."""
         wait("connect")
-        return found
+        return join(*address)
 
-    socket.create_connection = find_and_wait
+    channel.join_store = wait_and_join
 if __name__ == "__main__":
     for number in map(int, option("--closed", "")):  # as by `>&-`; Python then has None there
         os.close(number)

@@ -62,6 +62,16 @@ def enter(rank: int, world_size: int, local_rank: int, local_world_size: int, in
     rpc.internal.print = lambda *_, **__: None
 
 
+def ask_briefly() -> None:
+    """Let this process wait for 1 s, not 5, for a name server that does not answer.
+
+    torch asks for the name of each address that it connects to, for its log. It takes 127.0.0.1 for
+    an IPv6 address, which /etc/hosts does not have: where the network is away, or loses packets, a
+    rank would start 5 to 30 s late. Only what has not asked before reads this (Linux, macOS).
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+
+
 def rpc_transports(local_world_size: int, cores: int, together: bool) -> str | None:
     """Return TensorPipe's ways to send, for RPC_TRANSPORTS, or None for all.
 

@@ -384,6 +384,7 @@ def run_rank(index: int, run_worker: Callable, args: Namespace, ranks: list[int]
     """Be a started process: run `run_worker`, then write its result or failure into the store."""
     if inherited is not None:
         inherited.take()
+    environment.ask_briefly()
     environment.wake_with_parent()  # not torch's SIGINT: the heartbeat cleans up before it ends
     environment.quiet_cpp()
     # Ctrl-C ends it even inside C++; the launcher prints the message.

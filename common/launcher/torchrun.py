@@ -31,6 +31,7 @@ def be_one_rank(run_worker: Callable, args: Namespace, names: list[str]) -> dict
     """Run `run_worker` in this process, watched over; see `common.launcher.launch`."""
     global _launches
     _launches += 1
+    environment.ask_briefly()
     me, local_rank, local_world_size = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     environment.enter(me, args.world_size, local_rank, local_world_size, "env://",
