@@ -49,6 +49,7 @@ HEADLINES = {  # name: (command, the keys that name the rows of its tables)
     "hierarchical": ("p2p_collectives/shared_memory.py --ranks_per_machine 2",
                      ("collective", "bytes", "way")),
     "peers": ("-m benchmarks.peers --rounds 2", ("name",)),
+    "peers_envpool": ("-m benchmarks.peers --only one_process envpool --rounds 5", ("name",)),
     "peers_collectives": ("-m benchmarks.peers.collectives --rounds 1",
                           ("world_size", "collective", "bytes", "way")),
     "latency": ("-m benchmarks.latency", ("round_trip_ms",)),
@@ -58,4 +59,5 @@ HEADLINES = {  # name: (command, the keys that name the rows of its tables)
     "pipeline_schedules": ("-m benchmarks.model_parallel_resnet --num_splits 4",
                            ("way", "num_split")),
 }
-ON_REQUEST = {"peers", "peers_collectives", "latency"}  # these install packages; this needs root
+# Those of peers install packages; latency needs root.
+ON_REQUEST = {"peers", "peers_envpool", "peers_collectives", "latency"}
