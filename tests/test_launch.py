@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -463,6 +464,22 @@ def test_a_launcher_leaves_a_slow_store(monkeypatch):
     board.take_leave(left=True)
     board.close()
     assert store.written[-1]["left"]
+
+
+@pytest.mark.parametrize("own", [None, "launcher/1"])
+def test_a_store_ends_with_its_board(own, monkeypatch):
+    """Without the collector: the store of a run that is over has a server with a port and a thread, and a fork has no thread."""
+    monkeypatch.setattr(channel, "ours", lambda store: store)
+    board = channel.Board(SlowStore(0), ["verdict"], own)
+    board.exchange()
+    board.close()
+    store = weakref.ref(board.store)
+    gc.disable()
+    try:
+        del board
+        assert store() is None
+    finally:
+        gc.enable()
 
 
 def test_a_result_is_read_before_its_launcher_leaves(monkeypatch, tmp_path):

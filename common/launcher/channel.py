@@ -106,8 +106,9 @@ class Board:
         self.answered = time.monotonic()
         self.status = {"beat": 0, "failure": None, "left": False}  # of this launcher
         self._asked, self._requests, self._replies = False, queue.SimpleQueue(), queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread = None  # one that never starts would keep the store, in a circle of references
         if own is not None:
+            self._thread = threading.Thread(target=self._serve, daemon=True)
             self._thread.start()
 
     def _serve(self) -> None:
@@ -173,6 +174,6 @@ class Board:
 
     def close(self) -> None:
         """End the thread, which holds the store, unless that does not answer."""
-        if self.own is not None:
+        if self._thread:
             self._requests.put(None)
             self._thread.join(BEAT_S / 10)

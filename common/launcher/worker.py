@@ -74,10 +74,10 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         """Beat until the end; `connect` has done so for the first time."""
-        seen = None  # the last `cpu_time_alone`
+        seen = None  # `now`, at the last beat
         while not self.unwatched(BEAT_S):
-            changes, now = {}, cpu_time_alone()
-            if now is None or now != seen:  # else all is where it was
+            changes, now = {}, (self.calls, cpu_time_alone())
+            if None in now or now != seen:  # else all is where it was
                 frames = stacks()
                 # The last one, while it ends.
                 at = self.failed_at or position(frames) or self.status.get("at")
