@@ -67,7 +67,7 @@ def ask_briefly() -> None:
 
     torch asks for the name of each address that it connects to, for its log. It takes 127.0.0.1 for
     an IPv6 address, which /etc/hosts does not have: where the network is away, or loses packets, a
-    rank would start 5 to 30 s late. Only what has not asked before reads this (Linux, macOS).
+    rank would start 5 to 30 s late. glibc reads this when a thread asks for the first time.
     """
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
