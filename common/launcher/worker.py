@@ -183,7 +183,7 @@ def movement(frames: Mapping[int, list[tuple[FrameType, int]]]) -> list[int]:
 def cpu_time_alone() -> int | None:
     """Return the CPU time of the main thread, in ns, if no other one but this runs Python.
 
-    As long as it stays the same, so does all that `stacks` would read, at a tenth of the cost: a
+    As long as it stays the same, so does all that `stacks` would read, and this costs little: a
     rank that waits in a collective should cost nothing.
     """
     main, me = threading.main_thread().ident, threading.get_ident()
