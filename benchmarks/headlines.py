@@ -52,6 +52,7 @@ HEADLINES = {  # name: (command, the keys that name the rows of its tables)
     "peers_envpool": ("-m benchmarks.peers --only one_process envpool --rounds 5", ("name",)),
     "peers_collectives": ("-m benchmarks.peers.collectives --rounds 1",
                           ("world_size", "collective", "bytes", "way")),
+    "ring_memory": ("-m benchmarks.ring_memory", ("way", "seq_len")),
     "latency": ("-m benchmarks.latency", ("round_trip_ms",)),
     "single_machine": ("model_parallel_resnet/single_machine.py", ("model",)),
     "pipeline": ("-m common.tracing model_parallel_resnet/early_backward.py --num_splits 1 2 4 8",

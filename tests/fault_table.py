@@ -124,7 +124,6 @@ KILLED = -9
 STOPPED_BOTH = "; stopped 2 other processes"
 FORK_SERVER = f"the fork server was killed{STOPPED_BOTH}"
 GONE = "ended: its launcher is gone"
-UNREACHABLE = r"cannot be reached: no sign of life for \d+ s; stopped 1 other process"
 NOT_WATCHED = "is not watched: the process beside it"
 
 # way in, phase -> rows. The run has two ranks, role0 and role1.

@@ -39,7 +39,7 @@ def learned(rewards, terminated, **options):
     agent = agent_without_rpc(**options)
     log_probs = torch.zeros(sum(map(len, rewards.values())), requires_grad=True)
     agent.rewards, agent.terminated = rewards, terminated
-    agent.saved_log_probs = {1: list(log_probs)}
+    agent.log_probs = lambda: log_probs
     agent.optimizer = torch.optim.SGD([log_probs], lr=1.0)
     reward = agent.finish_episode()
     assert reward == min(map(sum, rewards.values()))

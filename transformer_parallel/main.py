@@ -276,13 +276,14 @@ def build_parser() -> Parser:
     return parser
 
 
-def require_room(args: Namespace, mlps: int = 1, places: float = 1) -> None:
+def require_room(args: Namespace, mlps: int = 1, places: float = 1, scores: float = 3) -> None:
     """Refuse a model and a batch that do not fit into the memory of this machine.
 
     Args:
         args: the parsed flags.
         mlps: in each block.
         places: for each token in these MLPs, also where they stay empty.
+        scores: how many times all ranks together have T x T of them, for each head of each block.
 
     Raises:
         SystemExit: 2 after one line.
@@ -290,7 +291,7 @@ def require_room(args: Namespace, mlps: int = 1, places: float = 1) -> None:
     shape = Shape()
     weights = (4 + 8 * mlps) * shape.units**2 * args.blocks
     of_token = ((28 + 12 * max(1, places)) * shape.units
-                + 3 * shape.heads * args.seq_len) * args.blocks
+                + scores * shape.heads * args.seq_len) * args.blocks
     held = 4 * (4 * weights + of_token * args.seq_len * args.batch_size)
     flags = ("experts", "capacity_factor", "blocks", "batch_size", "seq_len")
     require_memory(args, [flag for flag in flags if flag in args], held)

@@ -261,7 +261,8 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    tutorial.require_room(args)
+    # Each rank has four times the scores of a hop, of one block at a time; the oracle has all.
+    tutorial.require_room(args, scores=3 if args.check else 4 / args.world_size / args.blocks)
     pieces = args.world_size * max(WAYS[name].pieces for name in args.ways)
     if args.seq_len % pieces:
         refuse(f"--seq_len {args.seq_len} must be a multiple of {pieces}: the pieces of a row on "
