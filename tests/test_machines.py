@@ -65,7 +65,7 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
     "transformer_parallel/tensor_parallel.py": ((1, 1), "--steps 1"),
     "transformer_parallel/ring_attention.py": ((1, 1), "--steps 1"),
     "transformer_parallel/experts.py": ((1, 1), "--steps 1"),
-    "transformer_parallel/mesh.py": ((1, 1), "--steps 1"),
+    "transformer_parallel/mesh.py": ((1, 1), "--steps 1 --ways data tensor data_tensor data_pipeline torch"),
     "transformer_parallel/recompute.py": ((1, 1), "--steps 1"),
     "transformer_parallel/pipeline.py": ((1, 1), "--steps 1"),
 }
@@ -113,6 +113,18 @@ def test_across_machines(path, way, machines, port, tmp_path):
             lines = [line for _, err in ended for line in err.splitlines() if "hostname of the client" not in line]
             assert lines == []
         nothing_left(runs[0], tmp_path, *runs[1:])
+
+
+def test_a_checkpoint_that_one_machine_does_not_see(machines, port, tmp_path):
+    """Each has a folder of its own here."""
+    commands = on_machines(machines, "transformer_parallel/mesh.py", "manual", port, "--ways", "moved", "--steps", "2")
+    with running(commands[1], tmp_path) as there, running(commands[0], tmp_path) as here:
+        for run in (here, there):
+            _, err = run.communicate(timeout=90)
+            line = "error: rank 1 (rank1) finds no checkpoint of rank 0 in out1/checkpoint: --ways moved needs an"
+            assert run.returncode == 1, err
+            assert line in err, err
+        nothing_left(here, tmp_path, there)
 
 
 @in_turns

@@ -24,6 +24,7 @@ only this rank's part of the gradients.
 
 A checkpoint of `torch.distributed.checkpoint` (DCP) knows of each DTensor which rectangle of the
 whole each rank had. Whoever loads it asks for other rectangles, on as many ranks as there are then.
+Each reads what others have written: on several machines, `moved` needs a folder that all share.
 
     python transformer_parallel/mesh.py                            all six, on 2 x 2 ranks
     python transformer_parallel/mesh.py --world_size 6 --row 3
@@ -38,6 +39,7 @@ from argparse import Namespace
 
 import torch
 import torch.distributed as dist
+from common.checkpoint import NotSavedError
 from common.cli import Parser, bounded, refuse
 from common.program import run_program
 from torch import optim
@@ -114,6 +116,9 @@ class Moved(Torchs):
         if self.steps == (self.args.steps + 1) // 2:
             folder = self.args.output_dir / "checkpoint"
             checkpoint.save(self.state(), checkpoint_id=folder)
+            if not (folder / ".metadata").exists():  # which rank 0 has written
+                raise NotSavedError(f"finds no checkpoint of rank 0 in {folder}: --ways moved "
+                                    "needs an --output_dir that all machines share")
             device = next(self.model.parameters()).device
             model = Transformer(Shape(blocks=self.args.blocks)).to(device)  # of other weights
             self.mesh = mesh_of(model, row=1)
