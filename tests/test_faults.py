@@ -21,13 +21,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from common import cli
-from common.launcher import launch, start
+from common.launcher import launch, start, watch
 
 from tests import sabotage
 from tests.fault_table import OF_A_RANK, OF_SEVERAL, STANDSTILL
 from tests.helpers import SOON_S
 
 TIMEOUT_S = 4.0
+NOTED = 60.0  # seconds, at most: the note comes as soon as every rank has stood still for long enough
 PATIENT_S = 40.0  # of those who wait for a rank that will raise, or be killed: the machine is busy
 in_turns = pytest.mark.xdist_group("faults in turns")  # beside many others, a healthy rank would be silent, too
 
@@ -146,7 +147,8 @@ class Run:
         folder: for its output.
         fault: what `role` does to itself (`sabotage.FAULTS`), or a signal that it is sent.
         role: of the rank that fails.
-        signals: what is sent afterwards: (seconds, role, signal), each some seconds after the one before.
+        signals: what is sent afterwards: (seconds, role, signal), each some seconds after the one before; NOTED in
+            place of the seconds waits until the launcher has printed its note of a standstill.
         row: of tests/fault_table.py; by default that of the fault.
         timeout_s: of `--timeout`.
         pause_s: before each call of `program.slowed()`.
@@ -156,6 +158,7 @@ class Run:
         self.program, self.roles, self.fault, self.signals = program, program.roles.split(), fault, list(signals)
         self.rank, self.processes = self.roles.index(role), {}
         self.folder = folder / f"{program}{fault}{role}{len(self.signals)}{pause_s}".replace(" ", "")
+        self.noted = threading.Event()
         self.status, self.seconds = None, None  # from the fault to the end
         self.row = row or OF_A_RANK.get(fault)
         by_silence = self.row is not None and self.row.by_silence
@@ -197,7 +200,7 @@ class Run:
             time.sleep(0.01)
         self.disturbed = time.monotonic()
         for pause, role, name in self.signals:
-            time.sleep(pause)
+            self.noted.wait(pause) if pause == NOTED else time.sleep(pause)
             pid = self.processes[self.roles.index(role)].pid
             if self.status is None and alive(pid):
                 os.kill(pid, getattr(signal, name))
@@ -228,6 +231,14 @@ def filled(pattern, rank, roles, timeout_s=TIMEOUT_S):
 _here = threading.local()
 _launchers = []  # process ids, as of `launcher`
 _original_start = start.Processes.start
+_original_note = watch.Decider.note_standstill
+
+
+def _note_standstill(self):
+    """In place of the launcher's, which prints: let the run know that it has."""
+    _original_note(self)
+    if self.noted and getattr(_here, "run", None):
+        _here.run.noted.set()
 
 
 def _start(self, run_worker, *more):
@@ -247,6 +258,7 @@ def clean(tmp_path, monkeypatch):
     """Temporary files go to a folder of the test, and nothing may be left there, nor in shared memory."""
     warm_up(tmp_path)  # before: the name of the fork server's socket would be too long there
     monkeypatch.setattr(start.Processes, "start", _start)
+    monkeypatch.setattr(watch.Decider, "note_standstill", _note_standstill)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "tmp").mkdir()
@@ -352,7 +364,7 @@ def test_standstill(fault, clean, tmp_path, capfd):
     stuck = [("rpc_rl.main", "agent"), ("rpc_rl.main", "observer1"), ("batch_rl.main", "observer1"),
              ("model_parallel_resnet.main", "master")]
     patient_s = 2 * TIMEOUT_S  # who computes for ever takes a core from those who answer
-    runs = [Run(named(lesson), tmp_path, fault, role, [(patient_s + 8, role, "SIGKILL")], OF_A_RANK["SIGKILL"],
+    runs = [Run(named(lesson), tmp_path, fault, role, [(NOTED, role, "SIGKILL")], OF_A_RANK["SIGKILL"],
                 patient_s) for lesson, role in stuck]
     _, err = ends(runs, capfd)
     notes = [text for text in err.splitlines() if text.startswith("note:")]
@@ -380,7 +392,7 @@ def test_no_standstill(runs, clean, tmp_path, capfd):
         role = program.roles.split()[-1]
         if pause_s > 1:  # on the trainers alone, or calls would take as long as --timeout
             program = program._replace(raises={"trainer1": program.raises["trainer1"]})
-        started.append(Run(program, tmp_path, "none", role, [(TIMEOUT_S + 6 + 2 * pause_s, role, "SIGKILL")],
+        started.append(Run(program, tmp_path, "none", role, [(TIMEOUT_S + 9 + 2 * pause_s, role, "SIGKILL")],
                            OF_A_RANK["SIGKILL"], TIMEOUT_S, pause_s))
     _, err = ends(started, capfd)
     assert "note:" not in err
