@@ -52,6 +52,8 @@ KINDS = {
     "backward with all_reduce": Kind(
         "#D55E00", "backward pass; DDP averages the gradients meanwhile",
         "バックワードパス。その間にDDPが勾配を平均する", striped=True),
+    "weight gradients": Kind("#E69F00", "gradients of weights, computed later",
+                             "後回しにした、重みの勾配の計算"),
     "loss": Kind("#F0E442", "the loss", "損失の計算"),
     "step": Kind("#009E73", "the optimizer changes the weights", "オプティマイザーによる更新"),
     "add": Kind("#F0E442", "adds up gradients", "勾配を加算"),
