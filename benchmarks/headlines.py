@@ -55,7 +55,7 @@ HEADLINES = {  # name: (command, the keys that name the rows of its tables)
     "ring_memory": ("-m benchmarks.ring_memory", ("way", "seq_len")),
     "latency": ("-m benchmarks.latency", ("round_trip_ms",)),
     "single_machine": ("model_parallel_resnet/single_machine.py", ("model",)),
-    "pipeline": ("-m common.tracing model_parallel_resnet/early_backward.py --num_splits 1 2 4 8",
+    "pipeline": ("-m common.tracing model_parallel_resnet/main.py --num_splits 1 2 4 8",
                  ("num_split",)),
     "pipeline_schedules": ("-m benchmarks.model_parallel_resnet --num_splits 4",
                            ("way", "num_split")),

@@ -232,7 +232,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace,
                run_master: Callable[[argparse.Namespace], dict] = run_master) -> dict | None:
     """Train on rank 0, which returns the metrics; the others serve their shards."""
     record_work(role_name(rank, world_size), ResNetShard1, ResNetShard2)  # the table's idle times
-    options = rpc_options(args, 8 + 2 * max(args.num_splits))  # threads: micro-batches wait in two
+    options = rpc_options(args, 8 + 2 * max(args.num_splits))  # threads: m + 1 would do
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=options)
     metrics = run_master(args) if rank == 0 else None

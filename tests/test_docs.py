@@ -1,7 +1,9 @@
 """The pages: their commands, links, numbers, maps and tests exist, and both languages say the same."""
 
+import ast
 import importlib
 import re
+import shlex
 
 import pytest
 
@@ -20,10 +22,11 @@ def module_of(path):
 
 
 def documented():
-    """Every `python X.py ...`, `python -m X ...` and `torchrun ... X.py ...` of the READMEs, once: (script, flags)."""
+    """Every `python X.py ...`, `python -m X ...` and `torchrun ... X.py ...`, once: (script, flags)."""
     found = {}
-    for readme in READMES:
-        for command in commands_in(readme) + commands_in(readme, "torchrun "):
+    for commands in ([commands_in(readme) + commands_in(readme, "torchrun ") for readme in READMES]
+                     + [commands_of(script) for script in sorted(ROOT.glob("*/*.py")) if script.parent.name != "tests"]):
+        for command in commands:
             if command[1:3] == ["-m", "common.tracing"]:  # it runs a program with that program's flags
                 del command[1:3]
             if command[1] == "-m":
@@ -33,11 +36,25 @@ def documented():
     return found
 
 
+def commands_of(script):
+    """The commands of a program's docstring; what they do stands behind them, after two spaces."""
+    text = script.read_text()
+    doc = (ast.get_docstring(ast.parse(text)) or "").replace("\\\n", " ") if "def build_parser" in text else ""
+    commands = re.findall(r"^    ((?:python|torchrun) .*?)(?:   *[^- ].*)?$", doc, re.MULTILINE)
+    return [shlex.split(command) for command in commands if "/" in command]
+
+
 @pytest.mark.parametrize("command", documented())
-def test_flags_exist(command, monkeypatch, tmp_path):
+def test_flags_exist(command, monkeypatch):
+    """And go together: nothing is refused before a process is started."""
     path, flags = documented()[command]
-    monkeypatch.chdir(tmp_path)
-    assert module_of(path).build_parser().parse_args(flags)
+    monkeypatch.chdir(ROOT)
+    module = module_of(path)
+    if hasattr(module, "run_program") and "--resume" not in flags:  # of a checkpoint that is there
+        monkeypatch.setattr(module, "run_program", lambda *_, **__: None)
+        module.main(flags)
+    else:
+        assert module.build_parser().parse_args(flags)
 
 
 def test_demo_is_the_documented_command():

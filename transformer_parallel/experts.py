@@ -81,7 +81,7 @@ def exchanged(x: torch.Tensor, sent: list[int] | None = None,
 
 
 class Experts(nn.Module):
-    """Takes the place of a block's MLP: (N, T, units) to the same.
+    """Takes the place of a block's MLP: (B, T, units) to the same.
 
     Attributes:
         experts: by their numbers; of a rank that has some of them, those.
@@ -98,20 +98,25 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Let each token be transformed by the expert that the router chooses."""
+        # route
         tokens = x.flatten(0, 1)
         probabilities = self.router(tokens).softmax(-1)
         gate, chosen = probabilities.max(-1)
         wanted = nn.functional.one_hot(chosen, self.n_experts)  # (tokens, E)
-        place = (wanted.cumsum(0) - 1).gather(1, chosen[:, None])[:, 0]  # in the box of the expert
+        self.tokens = wanted.sum(0)
+        shares = self.tokens / len(tokens)
+        self.balance = self.n_experts * (shares * probabilities.mean(0)).sum()
+        # boxes: the n-th token that wants an expert gets the n-th place of its box, if there is one
         capacity = math.ceil(min(self.capacity_factor * len(tokens) / self.n_experts, len(tokens)))
+        place = (wanted.cumsum(0) - 1).gather(1, chosen[:, None])[:, 0]
         kept = place < capacity
+        self.dropped = (~kept).sum()
         slot = (chosen * capacity + place)[kept]
         boxes = tokens.new_zeros(self.n_experts * capacity, tokens.shape[1])
         boxes = boxes.index_put((slot,), tokens[kept]).view(self.n_experts, capacity, -1)
-        self.tokens, self.dropped = wanted.sum(0), (~kept).sum()
+        # all-to-all, compute, all-to-all
         found = self.of_experts(boxes).flatten(0, 1)[slot] * gate[kept, None]
-        shares = self.tokens / len(tokens)
-        self.balance = self.n_experts * (shares * probabilities.mean(0)).sum()
+        # in the order of the tokens; what has no place is 0
         return torch.zeros_like(tokens).index_put((kept.nonzero()[:, 0],), found).view_as(x)
 
     def of_experts(self, boxes: torch.Tensor) -> torch.Tensor:
@@ -122,8 +127,6 @@ class Experts(nn.Module):
 
 class ShardedExperts(Experts):
     """Has some of the experts, and computes the tokens of all ranks with them."""
-
-    exchange = Exchange.apply
 
     def keep(self, rank: int, size: int) -> None:
         """Drop the experts of the other ranks."""
@@ -137,7 +140,11 @@ class ShardedExperts(Experts):
         here = self.exchange(boxes).unflatten(0, (self.size, -1))
         by_expert = here.transpose(0, 1).flatten(1, 2)  # (experts, places of all ranks, units)
         found = super().of_experts(by_expert).unflatten(1, (self.size, -1)).transpose(0, 1)
-        return self.exchange(found.flatten(0, 1))
+        return self.exchange(found.flatten(0, 1), back=True)
+
+    def exchange(self, boxes: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """Send each box to the rank of its expert, or back."""
+        return Exchange.apply(boxes)
 
 
 class UnevenExperts(ShardedExperts):
@@ -149,24 +156,22 @@ class UnevenExperts(ShardedExperts):
         self.coming = exchanged(self.full)
         return super().of_experts(boxes)
 
-    def exchange(self, boxes: torch.Tensor) -> torch.Tensor:
+    def exchange(self, boxes: torch.Tensor, back: bool = False) -> torch.Tensor:
         """Send the full places, and lay what comes into boxes again: twice (E, places, units)."""
+        full, coming = (self.coming, self.full) if back else (self.full, self.coming)
         places = torch.arange(boxes.shape[1], device=boxes.device)
-        sent, received = (counts.view(self.size, -1).sum(1).tolist()
-                          for counts in (self.full, self.coming))
-        rows = Exchange.apply(boxes[places < self.full[:, None]], sent, received)
-        there = (places < self.coming[:, None]).nonzero(as_tuple=True)
-        self.full, self.coming = self.coming, self.full  # next comes the way back
+        sent, received = (counts.view(self.size, -1).sum(1).tolist() for counts in (full, coming))
+        rows = Exchange.apply(boxes[places < full[:, None]], sent, received)
+        there = (places < coming[:, None]).nonzero(as_tuple=True)
         return torch.zeros_like(boxes).index_put(there, rows)
 
 
 class FunctionalExperts(ShardedExperts):
     """Leaves the exchange, with its backward, to torch."""
 
-    @staticmethod
-    def exchange(x: torch.Tensor) -> torch.Tensor:
-        """Send a part to each rank."""
-        return all_to_all_single_autograd(x.contiguous(), None, None, dist.group.WORLD)
+    def exchange(self, boxes: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """Send each box to the rank of its expert, or back."""
+        return all_to_all_single_autograd(boxes.contiguous(), None, None, dist.group.WORLD)
 
 
 class Replicas(Buckets):
@@ -179,9 +184,9 @@ class Replicas(Buckets):
         super().__init__(with_experts(model, args, self.make_experts), args)
         self.layers = [block.mlp for block in model.blocks]
 
-    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of this rank's tokens, and the weighted one of the balance."""
-        loss = loss_of(self.model(tokens), following)
+        loss = loss_of(self.model(tokens), targets)
         return loss + self.weight * sum(layer.balance for layer in self.layers)
 
     def figures(self) -> dict[str, float]:
@@ -217,13 +222,13 @@ class Uneven(Sharded):
     make_experts = UnevenExperts
 
 
-class Torchs(Sharded):
+class TorchExchange(Sharded):
     """Does the same with torch's exchange."""
 
     make_experts = FunctionalExperts
 
 
-WAYS = {"replicas": Replicas, "experts": Sharded, "uneven": Uneven, "functional": Torchs}
+WAYS = {"replicas": Replicas, "experts": Sharded, "uneven": Uneven, "functional": TorchExchange}
 
 
 def with_experts(model: Transformer, args: Namespace,
@@ -264,7 +269,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     places = min(args.capacity_factor, args.experts)  # for each token, in all boxes
-    tutorial.require_room(args, mlps=args.experts, places=places)
+    copies = args.world_size if "replicas" in args.ways else 1
+    tutorial.require_room(args, copies, mlps=args.experts, places=places)
     tutorial.require_equal_parts(args)
     if args.experts % args.world_size:
         refuse(f"--experts {args.experts} must be a multiple of {args.world_size} ranks: each has "

@@ -7,8 +7,8 @@ The gradients of all ranks are averaged, so that all make the same step. How, is
     overlap    the same, each as soon as its gradients are there: backward goes on meanwhile
     ddp        torch's DistributedDataParallel, which is the third
 
-    backward   [ head ][ block 3 ][ block 2 ][ block 1 ][ block 0 ]
-    overlap             [ bucket 0 ][ bucket 1 ][ bucket 2 ][ ... ]  <- sent meanwhile
+    backward   [ head, block 3 ][ block 2 ][ block 1 ][ block 0 ][ embedding ]
+    overlap                     [bucket 0 ][bucket 1 ][bucket 2 ][bucket 3 ][4]  <- sent meanwhile
 
     python transformer_parallel/main.py                        all four, on four ranks
     python transformer_parallel/main.py --ways overlap --bucket_kb 100
@@ -21,7 +21,6 @@ It ends with:
 """
 
 import contextlib
-import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -37,7 +36,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from transformer_parallel import results
 from transformer_parallel.data import batch_of
 from transformer_parallel.model import Shape, Transformer, loss_of
-from transformer_parallel.traffic import Traffic
 
 
 def role_name(rank: int, world_size: int) -> str:
@@ -45,11 +43,16 @@ def role_name(rank: int, world_size: int) -> str:
     return f"rank{rank}"
 
 
-class Each:
-    """Averages each gradient by itself, when backward is over."""
+class Way:
+    """Trains a model that each rank has whole, on a part of the batch. What differs, overrides.
+
+    `train` calls in each step, in this order, `part`, `forward_backward`, `finish`, the optimizer's
+    step, `after_step` and `reported`; at the end `figures`.
+    """
 
     def __init__(self, model: nn.Module, args: Namespace) -> None:
         self.model, self.size = model, dist.get_world_size()
+        self.accumulate = args.accumulate  # backwards of a step
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return what this rank's optimizer steps."""
@@ -59,18 +62,17 @@ class Each:
         """Return this rank's rows of a batch."""
         return whole.chunk(self.size)[dist.get_rank()]
 
-    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of what this rank has of the batch."""
-        return loss_of(self.model(tokens), following)
+        return loss_of(self.model(tokens), targets)
 
-    def forward_backward(self, tokens: torch.Tensor, following: torch.Tensor,
-                         accumulate: int) -> torch.Tensor:
-        """Add up the gradients of so many pieces of this rank's part; return the loss of all."""
-        loss = torch.zeros((), device=tokens.device)
-        pieces = zip(tokens.chunk(accumulate), following.chunk(accumulate), strict=True)
+    def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Add up the gradients of the pieces of this rank's part; return the loss of all."""
+        loss, n = torch.zeros((), device=tokens.device), self.accumulate
+        pieces = zip(tokens.chunk(n), targets.chunk(n), strict=True)
         for number, piece in enumerate(pieces, start=1):
-            with contextlib.nullcontext() if number == accumulate else self.no_sync():
-                piece_loss = self.loss(*piece) / accumulate
+            with contextlib.nullcontext() if number == n else self.no_sync():
+                piece_loss = self.loss(*piece) / n
                 piece_loss.backward()
             loss += piece_loss.detach()
         return loss
@@ -80,10 +82,7 @@ class Each:
         return contextlib.nullcontext()
 
     def finish(self) -> None:
-        """Average the gradients, or wait until they are averaged."""
-        for parameter in self.model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= self.size
+        """Complete the gradients, where backward has not: here it has."""
 
     def after_step(self) -> None:
         """Do what remains to be done when the optimizer has stepped: here, nothing."""
@@ -97,7 +96,17 @@ class Each:
         return {}
 
 
-class Buckets(Each):
+class Each(Way):
+    """Averages each gradient by itself, when backward is over."""
+
+    def finish(self) -> None:
+        """Average the gradients."""
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.size
+
+
+class Buckets(Way):
     """Averages many gradients at once: they lie in a few long vectors, in backward's order."""
 
     def __init__(self, model: nn.Module, args: Namespace) -> None:
@@ -158,21 +167,19 @@ class Overlap(Buckets):
         self.works, self.missing = [], [len(parameters) for _, parameters in self.buckets]
 
 
-class Torchs(Each):
+class TorchDDP(Way):
     """Leaves it to DistributedDataParallel, whose backward ends when all is averaged."""
 
     def __init__(self, model: nn.Module, args: Namespace) -> None:
-        super().__init__(DDP(model, bucket_cap_mb=args.bucket_kb * 1000 / 2**20), args)
+        super().__init__(DDP(model, bucket_cap_mb=args.bucket_kb * 1000 / 2**20,
+                             gradient_as_bucket_view=True), args)
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         """Return DDP's own."""
         return self.model.no_sync()
 
-    def finish(self) -> None:
-        """Do nothing."""
 
-
-WAYS = {"each": Each, "buckets": Buckets, "overlap": Overlap, "ddp": Torchs}
+WAYS = {"each": Each, "buckets": Buckets, "overlap": Overlap, "ddp": TorchDDP}
 
 
 def cut(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:
@@ -187,7 +194,7 @@ def cut(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parame
     return lists
 
 
-def train(rank: int, world_size: int, make_way: type[Each], args: Namespace) -> dict:
+def train(rank: int, world_size: int, make_way: type[Way], args: Namespace) -> dict:
     """Train in one way.
 
     Returns:
@@ -196,43 +203,44 @@ def train(rank: int, world_size: int, make_way: type[Each], args: Namespace) -> 
         this rank holds at the end of backward.
     """
     device = device_of_ranks(args)
+    # Each rank makes the whole model, also where it then keeps a part. One that no rank could hold
+    # would be made on torch's device "meta", and each rank would fill in its part.
     torch.manual_seed(args.seed)  # the same weights on all ranks
     way = make_way(Transformer(Shape(blocks=args.blocks)).to(device), args)
     way.optimizer = optim.AdamW(way.parameters(), lr=args.lr)
-    losses, seconds, waited = [], [], []
+    losses, meter = [], results.Meter(way, device)
     for step in range(args.steps):
-        tokens, following = (way.part(whole).to(device) for whole in batch_of(step, args))
-        last_step = step == args.steps - 1
-        with Traffic() if last_step else contextlib.nullcontext() as traffic:
-            began = time.perf_counter()
-            way.optimizer.zero_grad(set_to_none=False)  # the gradients stay where they are
-            loss = way.forward_backward(tokens, following, args.accumulate)
-            held = results.held_bytes(way) if last_step else {}
-            computed = time.perf_counter()
-            way.finish()
-            waited.append(time.perf_counter() - computed)
+        tokens, targets = (way.part(whole).to(device) for whole in batch_of(step, args))
+        with meter.step(last=step == args.steps - 1):
+            # To zero, not to None: the gradients of a bucket are views of it.
+            way.optimizer.zero_grad(set_to_none=False)
+            loss = way.forward_backward(tokens, targets)
+            with meter.waiting():
+                way.finish()
             way.optimizer.step()
             way.after_step()
-            seconds.append(time.perf_counter() - began)
         losses.append(report.require_finite(way.reported(loss), f"in step {step + 1}"))
-    return {"losses": losses, "seconds": seconds, "waited": waited,
-            "calls": dict(traffic.calls), "sent": dict(traffic.sent),
-            "held": held, "figures": way.figures()}
+    return {"losses": losses, **meter.measured(), "figures": way.figures()}
 
 
 def device_of_ranks(args: Namespace) -> torch.device:
-    """Return a GPU where each rank has one of its own, with nccl; else the CPU, with gloo."""
+    """Return a GPU where each rank has one of its own, with nccl; else the CPU, with gloo.
+
+    Every machine decides for itself: where one has too few GPUs, all need `--device cpu`.
+    """
     device = device_for(args.device)
     return torch.device("cpu") if backend_for(device) == "gloo" else device
 
 
 def run_worker(rank: int, world_size: int, args: Namespace,
-               ways: Mapping[str, type[Each]] = WAYS) -> dict | None:
+               ways: Mapping[str, type[Way]] = WAYS) -> dict | None:
     """Join, train in each way, leave; rank 0 returns what all have measured."""
     dist.init_process_group(**group_options(args, device_of_ranks(args)), rank=rank,
                             world_size=world_size)
+    if rank == 0 and args.device == "cuda" and dist.get_backend() == "gloo":
+        report.log("rank0", "there is no GPU for each rank: on the CPU")
     measured = {}
-    for name in args.ways:
+    for name in dict.fromkeys(args.ways):
         measured[name] = [None] * world_size
         dist.all_gather_object(measured[name], train(rank, world_size, ways[name], args))
         if rank == 0:
@@ -243,7 +251,7 @@ def run_worker(rank: int, world_size: int, args: Namespace,
     return {"backend": backend, "measured": measured} if rank == 0 else None
 
 
-def shared_parser(example: str, description: str, ways: Mapping[str, type[Each]]) -> Parser:
+def shared_parser(example: str, description: str, ways: Mapping[str, type[Way]]) -> Parser:
     """Return the parser of the flags that all programs of this folder have.
 
     Args:
@@ -261,7 +269,7 @@ def shared_parser(example: str, description: str, ways: Mapping[str, type[Each]]
     add("--lr", type=bounded(float, above=0), default=0.001, help="learning rate of AdamW")
     add("--blocks", type=bounded(int, at_least=1, at_most=1000), default=4, metavar="N",
         help="of the model; each has 250,704 parameters")
-    parser.set_defaults(accumulate=1)
+    parser.set_defaults(accumulate=1)  # more is for main.py: other ways are done after a backward
     return parser
 
 
@@ -276,11 +284,13 @@ def build_parser() -> Parser:
     return parser
 
 
-def require_room(args: Namespace, mlps: int = 1, places: float = 1, scores: float = 3) -> None:
+def require_room(args: Namespace, copies: int, mlps: int = 1, places: float = 1,
+                 scores: float = 3) -> None:
     """Refuse a model and a batch that do not fit into the memory of this machine.
 
     Args:
         args: the parsed flags.
+        copies: of the model, on all ranks together.
         mlps: in each block.
         places: for each token in these MLPs, also where they stay empty.
         scores: how many times all ranks together have T x T of them, for each head of each block.
@@ -289,10 +299,12 @@ def require_room(args: Namespace, mlps: int = 1, places: float = 1, scores: floa
         SystemExit: 2 after one line.
     """
     shape = Shape()
+    # Attention has 4 units^2, an MLP 8: both with gradients and AdamW's two moments.
     weights = (4 + 8 * mlps) * shape.units**2 * args.blocks
+    # A token needs 40 times its units in each block, of which 16 are kept for backward.
     of_token = ((28 + 12 * max(1, places)) * shape.units
                 + scores * shape.heads * args.seq_len) * args.blocks
-    held = 4 * (4 * weights + of_token * args.seq_len * args.batch_size)
+    held = 4 * (4 * copies * weights + of_token * args.seq_len * args.batch_size)
     flags = ("experts", "capacity_factor", "blocks", "batch_size", "seq_len")
     require_memory(args, [flag for flag in flags if flag in args], held)
 
@@ -312,7 +324,7 @@ def require_equal_parts(args: Namespace) -> None:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    require_room(args)
+    require_room(args, copies=args.world_size)
     require_equal_parts(args)
     return run_program(run_worker, args, role_name, results.finish)
 

@@ -47,18 +47,21 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import loss_parallel
 
 from transformer_parallel import main as tutorial
 from transformer_parallel import results
-from transformer_parallel.main import Each, role_name
-from transformer_parallel.model import Shape, Transformer, loss_of
+from transformer_parallel.main import Each, Way, role_name
+from transformer_parallel.model import Shape, Transformer
 from transformer_parallel.pipeline import OneFOneB
-from transformer_parallel.tensor_parallel import Tensor, cut_by_torch
+from transformer_parallel.tensor_parallel import TensorParallel, TorchTensorParallel, cut_by_torch
 
 
-class Grid(Each):
-    """Leaves to another class what the ranks of a row do; the rows have parts of the batch."""
+class Grid(Way):
+    """Leaves to another class what the ranks of a row do; the rows have parts of the batch.
+
+    It stands in front of that class, as in `DataTensor`: there `super()` is the other one, and
+    `part` and `finish` are these.
+    """
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         mesh = mesh_of(model, args.row)
@@ -76,7 +79,7 @@ class Grid(Each):
             parameter.grad /= dist.get_world_size(self.column)
 
 
-class DataTensor(Grid, Tensor):
+class DataTensor(Grid, TensorParallel):
     """Cuts each layer for the ranks of a row."""
 
 
@@ -84,53 +87,50 @@ class DataPipeline(Grid, OneFOneB):
     """Gives the ranks of a row a stage each."""
 
 
-class Torchs(Each):
+class TorchMesh(TorchTensorParallel):
     """Leaves both to torch."""
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         self.mesh = mesh_of(model, args.row)
-        super().__init__(cut_twice(model, self.mesh), args)
+        Way.__init__(self, cut_twice(model, self.mesh), args)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the batch's rows that this row of ranks sees."""
         return whole.chunk(self.mesh["column"].size())[self.mesh["column"].get_local_rank()]
 
-    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        """Return torch's own loss of logits that are cut."""
-        return loss_of(self.model(tokens), following).to_local()
 
-    def finish(self) -> None:
-        """Do nothing: backward has averaged all."""
-
-
-class Moved(Torchs):
+class Moved(TorchMesh):
     """Saves half way, and goes on as if it had been started anew, on another mesh."""
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
-        self.args, self.steps = args, 0
+        self.args, self.steps_made = args, 0
         super().__init__(model, args)
 
     def after_step(self) -> None:
-        """Move, once."""
-        self.steps += 1
-        if self.steps == (self.args.steps + 1) // 2:
-            folder = self.args.output_dir / "checkpoint"
-            checkpoint.save(self.state(), checkpoint_id=folder)
-            if not (folder / ".metadata").exists():  # which rank 0 has written
-                raise NotSavedError(f"finds no checkpoint of rank 0 in {folder}: --ways moved "
-                                    "needs an --output_dir that all machines share")
-            device = next(self.model.parameters()).device
-            model = Transformer(Shape(blocks=self.args.blocks)).to(device)  # of other weights
-            self.mesh = mesh_of(model, row=1)
-            self.model = cut_twice(model, self.mesh)
-            self.optimizer = optim.AdamW(self.parameters(), lr=self.args.lr)
-            state = self.state()  # says which rectangle of what goes where
-            checkpoint.load(state, checkpoint_id=folder)
-            set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
-                           optim_state_dict=state["optimizer"])
-            dist.barrier()  # all have read it
-            if dist.get_rank() == 0:
-                shutil.rmtree(folder)
+        """Move, once: half way."""
+        self.steps_made += 1
+        if self.steps_made == (self.args.steps + 1) // 2:
+            self.move()
+
+    def move(self) -> None:
+        """Save; make the model and the optimizer anew, on another mesh; load."""
+        folder = self.args.output_dir / "checkpoint"
+        checkpoint.save(self.state(), checkpoint_id=folder)
+        if not (folder / ".metadata").exists():  # which rank 0 has written
+            raise NotSavedError(f"finds no checkpoint of rank 0 in {folder}: --ways moved "
+                                "needs an --output_dir that all machines share")
+        device = next(self.model.parameters()).device
+        model = Transformer(Shape(blocks=self.args.blocks)).to(device)  # of other weights
+        self.mesh = mesh_of(model, row=1)
+        self.model = cut_twice(model, self.mesh)
+        self.optimizer = optim.AdamW(self.parameters(), lr=self.args.lr)
+        state = self.state()  # says which rectangle of what goes where
+        checkpoint.load(state, checkpoint_id=folder)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"])
+        dist.barrier()  # all have read it
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
 
     def state(self) -> dict[str, dict]:
         """Return the weights and the optimizer's state: DTensors by their names."""
@@ -138,8 +138,8 @@ class Moved(Torchs):
         return {"model": model, "optimizer": optimizer}
 
 
-WAYS = {"data": Each, "tensor": Tensor, "data_tensor": DataTensor, "data_pipeline": DataPipeline,
-        "torch": Torchs, "moved": Moved}
+WAYS = {"data": Each, "tensor": TensorParallel, "data_tensor": DataTensor,
+        "data_pipeline": DataPipeline, "torch": TorchMesh, "moved": Moved}
 
 
 def mesh_of(model: Transformer, row: int) -> DeviceMesh:
@@ -159,8 +159,7 @@ def cut_twice(model: Transformer, mesh: DeviceMesh) -> Transformer:
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Train as `main.py`, in these ways."""
-    with loss_parallel():  # for DTensors, around their backward, too
-        return tutorial.run_worker(rank, world_size, args, WAYS)
+    return tutorial.run_worker(rank, world_size, args, WAYS)
 
 
 def build_parser() -> Parser:
@@ -178,9 +177,12 @@ def main(argv: list[str] | None = None) -> dict | None:
     args = build_parser().parse_args(argv)
     if args.world_size % args.row:
         refuse(f"--row {args.row} must divide the {args.world_size} ranks")
-    tutorial.require_room(args)
+    tutorial.require_room(
+        args, copies=args.world_size if "data" in args.ways else args.world_size // args.row)
     tutorial.require_equal_parts(args)
-    shape, cuts = Shape(), args.world_size if "tensor" in args.ways else args.row
+    in_a_row = {"data_tensor", "torch", "moved"} & {*args.ways}
+    cuts = args.world_size if "tensor" in args.ways else args.row if in_a_row else 1
+    shape = Shape()
     for what, number in (("heads", shape.heads), ("characters", shape.vocabulary)):
         if number % cuts:
             refuse(f"{cuts} ranks that share each layer must divide the model's {number} {what}: "

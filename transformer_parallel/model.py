@@ -1,8 +1,10 @@
 """The model of this folder: a decoder-only transformer, in plain PyTorch. No parallelism here.
 
-    tokens (N, T) -> embedding + positions -> 4 x Block -> norm -> head -> logits (N, T, vocabulary)
+    tokens (B, T) -> embedding + positions -> 4 x Block -> norm -> head -> logits (B, T, vocabulary)
 
     Block:   x + attention(norm1(x)), then x + mlp(norm2(x))
+
+B are the rows of a batch, T the tokens of a row; N, in the other files, the ranks.
 
 With 144 units and 4 blocks it has 1,030,752 parameters, 97% of them in the blocks. The programs
 around it change where its weights, activations and layers are; none changes what it computes.
@@ -11,6 +13,7 @@ Sources: "Attention Is All You Need" (https://arxiv.org/abs/1706.03762) for atte
 GPT-2 for norms in front of the layers.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,7 +31,7 @@ class Shape(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Lets each token look at itself and those before it: (N, T, units) to (N, T, units)."""
+    """Lets each token look at itself and those before it: (B, T, units) to (B, T, units)."""
 
     def __init__(self, units: int, heads: int) -> None:
         super().__init__()
@@ -40,7 +43,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend; with a part of the heads, as in tensor_parallel.py, there are fewer of them."""
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_units)).transpose(1, 2)
-                   for layer in (self.query, self.key, self.value))  # (N, heads, T, head_units)
+                   for layer in (self.query, self.key, self.value))  # (B, heads, T, head_units)
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -49,7 +52,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Transforms each token by itself: (N, T, units) to (N, T, units)."""
+    """Transforms each token by itself: (B, T, units) to (B, T, units)."""
 
     def __init__(self, units: int) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Adds to each token what attention, and then the MLP, find: (N, T, units) to the same."""
+    """Adds to each token what attention, and then the MLP, find: (B, T, units) to the same."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -75,7 +78,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts, after each token, the next one: logits of (N, T, vocabulary) from (N, T).
+    """Predicts, after each token, the next one: logits of (B, T, vocabulary) from (B, T).
 
     The head has weights of its own; GPT-2 takes the embedding's.
     """
@@ -98,7 +101,7 @@ class Transformer(nn.Module):
 
 def embed(embedding: nn.Module, tokens: torch.Tensor,
           places: torch.Tensor | None = None) -> torch.Tensor:
-    """Look up a vector for each token (N, T), and add one for its place: (N, T, units)."""
+    """Look up a vector for each token (B, T), and add one for its place: (B, T, units)."""
     x = embedding(tokens)
     if places is None:
         places = torch.arange(x.shape[1], device=x.device)
@@ -107,11 +110,12 @@ def embed(embedding: nn.Module, tokens: torch.Tensor,
 
 def positions(places: torch.Tensor, units: int) -> torch.Tensor:
     """Compute sines and cosines of each place (T,): (T, units). Nothing in them is learned."""
-    frequencies = torch.exp(torch.arange(0, units, 2, device=places.device) * (-9.21 / units))
-    angles = places[:, None] * frequencies.to(torch.get_default_dtype())
+    numbers = torch.arange(0, units, 2, device=places.device)
+    frequencies = torch.exp(numbers * (-math.log(10_000) / units))
+    angles = places[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of logits (N, T, vocabulary) and next tokens (N, T)."""
+    """Return the mean cross-entropy of logits (B, T, vocabulary) and next tokens (B, T)."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())

@@ -37,12 +37,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from transformer_parallel import main as tutorial
 from transformer_parallel import results
-from transformer_parallel.main import Each, role_name
+from transformer_parallel.main import Way, role_name
 from transformer_parallel.model import Transformer, embed, loss_of
 
 
 class Action(NamedTuple):
-    """Is one thing that a rank computes: "F" or "B", of a micro-batch, in one of its stages."""
+    """Names one computation of a rank: "F" or "B", of a micro-batch, in one of its stages."""
 
     kind: str
     micro: int
@@ -82,26 +82,25 @@ def in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> lis
 
 
 class Stage(nn.Module):
-    """Is some blocks of a model, of which the first has the embedding and the last the head."""
+    """Has some blocks; the first stage has the embedding, too, the last one norm and head."""
 
     def __init__(self, model: Transformer, number: int, of: int) -> None:
         super().__init__()
-        blocks = list(range(len(model.blocks)))
-        mine = torch.tensor(blocks).tensor_split(of)[number].tolist()
+        mine = torch.arange(len(model.blocks)).tensor_split(of)[number].tolist()
         # By the names that they have in the model: a checkpoint of all stages is one of the model.
         self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in mine})
         self.embedding = model.embedding if number == 0 else None
         self.norm, self.head = (model.norm, model.head) if number == of - 1 else (None, None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the blocks, of tokens (N, T) or of what the stage before has sent."""
+        """Compute the blocks, of tokens (B, T) or of what the stage before has sent."""
         x = x if self.embedding is None else embed(self.embedding, x)
         for block in self.blocks.values():
             x = block(x)
         return x if self.head is None else self.head(self.norm(x))
 
 
-class Pipeline(Each):
+class Pipeline(Way):
     """Computes the actions of this rank, in the order of a schedule.
 
     Every rank has the whole batch: the first stage reads the tokens, the last one those after them.
@@ -124,52 +123,52 @@ class Pipeline(Each):
         """Return the whole batch."""
         return whole
 
-    def forward_backward(self, tokens: torch.Tensor, following: torch.Tensor,
-                         accumulate: int) -> torch.Tensor:
+    def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Compute all actions; return the loss, where the last stage is, and 0 elsewhere."""
-        self.tokens, self.following = tokens.chunk(self.m), following.chunk(self.m)
-        self.held, self.sending = {}, []  # {(stage, micro): (input, output)}; [(request, tensor)]
+        self.tokens, self.targets = tokens.chunk(self.m), targets.chunk(self.m)
+        self.held = {}  # {(stage, micro): (input, output, request that sends the output)}
+        self.returning = []  # [(request, gradient)]: until it is sent, it must stay
         self.total = torch.zeros((), device=tokens.device)
         for kind, micro, stage in self.order:
             (self.forward if kind == "F" else self.backward)(stage, micro)
             self.in_flight = max(self.in_flight, len(self.held))
-        for request, _ in self.sending:
+        for request, _ in self.returning:
             request.wait()
         return self.total
 
     def forward(self, stage: int, micro: int) -> None:
         """Compute a micro-batch in a stage, and send it on."""
-        x = self.tokens[micro] if stage == 0 else self.receive(micro, stage - 1)
-        y = self.stages[str(stage)](x)
+        x = self.tokens[micro] if stage == 0 else self.receive(micro, stage - 1).requires_grad_()
+        y, sent = self.stages[str(stage)](x), None
         if stage == self.last:
-            y = loss_of(y, self.following[micro]) / self.m
+            y = loss_of(y, self.targets[micro]) / self.m
             self.total += y.detach()
         else:
-            self.send(y.detach(), stage + 1)
-        self.held[stage, micro] = x, y
+            sent = self.send(y.detach(), stage + 1)
+        self.held[stage, micro] = x, y, sent
 
     def backward(self, stage: int, micro: int) -> None:
         """Take a micro-batch back through a stage, and send the gradient of its input back."""
-        x, y = self.held.pop((stage, micro))
+        x, y, sent = self.held.pop((stage, micro))
         y.backward(None if stage == self.last else self.receive(micro, stage + 1))
+        if sent is not None:
+            sent.wait()  # at once: its gradient has come back
         if stage > 0:
-            self.send(x.grad, stage - 1)
+            self.returning.append((self.send(x.grad, stage - 1), x.grad))
 
-    def send(self, tensor: torch.Tensor, to: int) -> None:
+    def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
         """Send without waiting: the other rank may itself be sending."""
         # No tag: what a rank sends another one, that one takes in the same order, in each schedule.
-        request = dist.isend(tensor, group=self.group, group_dst=to % self.n)
-        self.sending.append((request, tensor))  # until it is sent, it must stay
+        # With nccl a send may wait until it is received. Then gradients, which go the other way,
+        # need a group of their own; for messages as short as these nccl has buffers.
+        return dist.isend(tensor, group=self.group, group_dst=to % self.n)
 
     def receive(self, micro: int, source: int) -> torch.Tensor:
         """Wait for what another stage sends: activations, or their gradient."""
         rows, length = self.tokens[micro].shape
         x = torch.empty(rows, length, self.width, device=self.tokens[0].device)
         dist.recv(x, group=self.group, group_src=source % self.n)
-        return x.requires_grad_()
-
-    def finish(self) -> None:
-        """Do nothing: the gradients are where their weights are."""
+        return x
 
     def reported(self, loss: torch.Tensor) -> float:
         """Return the loss, which one rank knows."""
@@ -193,7 +192,7 @@ class Interleaved(Pipeline):
     schedule, stages_of_rank = staticmethod(interleaved), 2
 
 
-class Torchs(OneFOneB):
+class TorchPipeline(OneFOneB):
     """Leaves it to torch.distributed.pipelining."""
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
@@ -202,19 +201,20 @@ class Torchs(OneFOneB):
         stage = PipelineStage(self.stages[str(self.rank)], self.rank, self.n, device)
         self.torchs = Schedule1F1B(stage, self.m, loss_fn=loss_of)
 
-    def forward_backward(self, tokens: torch.Tensor, following: torch.Tensor,
-                         accumulate: int) -> torch.Tensor:
+    def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Let torch compute the order; it wants tokens in the first stage, targets in the last."""
         losses, first = [], [tokens.contiguous()] if self.rank == 0 else []  # 2.11 asks for that
-        self.torchs.step(*first, target=following, losses=losses)
-        return torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        self.torchs.step(*first, target=targets, losses=losses)
+        loss = torch.stack(losses).mean() if losses else torch.zeros((), device=tokens.device)
+        return loss.detach()
 
     def figures(self) -> dict[str, float]:
         """Return nothing: torch does not tell."""
         return {}
 
 
-WAYS = {"gpipe": Pipeline, "1f1b": OneFOneB, "interleaved": Interleaved, "pipelining": Torchs}
+WAYS = {"gpipe": Pipeline, "1f1b": OneFOneB, "interleaved": Interleaved,
+        "pipelining": TorchPipeline}
 
 
 def bubble(orders: list[list[Action]]) -> float:
@@ -233,10 +233,10 @@ def bubble(orders: list[list[Action]]) -> float:
                 continue
             start = max(clocks[rank], ends.get(needed, 0))
             ends[action] = clocks[rank] = start + (1 if action.kind == "F" else 2)
-            if (following := next(todo[rank], None)) is None:
+            if (then := next(todo[rank], None)) is None:
                 del waiting[rank]
             else:
-                waiting[rank] = following
+                waiting[rank] = then
     busy = sum(1 if action.kind == "F" else 2 for action in orders[0])
     return 1 - busy / max(clocks)
 
@@ -266,7 +266,7 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    tutorial.require_room(args)
+    tutorial.require_room(args, copies=1)
     n, stages = args.world_size, args.world_size * (2 if "interleaved" in args.ways else 1)
     if args.batch_size % args.micro_batches:
         refuse(f"--batch_size {args.batch_size} must be a multiple of --micro_batches "

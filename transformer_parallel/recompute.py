@@ -1,8 +1,8 @@
 r"""What backward needs: computed again rather than kept, or kept in half the bytes.
 
-Forward keeps what each operation will need in backward; for a block that is more than ten times its
-input. Activation checkpointing keeps the inputs of the blocks alone, and backward computes a block
-once more before it goes back through it:
+Forward keeps what each operation will need in backward; for a block that is 16 times its input.
+Activation checkpointing keeps the inputs of the blocks alone, and backward computes a block once
+more before it goes back through it:
 
     plain        forward    block 0 ######  block 1 ######  block 2 ######  block 3 ######
                  backward   3, 2, 1, 0 from what was kept
@@ -12,14 +12,14 @@ once more before it goes back through it:
 
     --ways       kept of the blocks after forward        forwards of a block in a step
     plain        all                                     1
-    recompute    L / N inputs, with --every N            2
+    recompute    L / K inputs, with --every K            2
     checkpoint   the same, by torch.utils.checkpoint     2
     bf16         all, in 9/16 of the bytes; copies of    1
                  the weights, in half of theirs
     autocast     the same, by torch.autocast: 10/16      1
 
-`--every N` keeps the input of each N-th block; backward then holds what N blocks keep. With L
-blocks, each of which keeps 16 times its input, L / N + 16 N is least at N = sqrt(L) / 4. (Where a
+`--every K` keeps the input of each K-th block; backward then holds what K blocks keep. With L
+blocks, each of which keeps 16 times its input, L / K + 16 K is least at K = sqrt(L) / 4. (Where a
 block keeps as much as its input, at the paper's sqrt(L).) Nothing in this model is drawn by chance.
 Where dropout is, the second forward must draw what the first one drew: torch's checkpoint puts the
 generators back.
@@ -62,7 +62,11 @@ from transformer_parallel.model import Transformer, embed, loss_of
 
 
 class Recomputed(torch.autograd.Function):
-    """Runs a module without keeping anything of it but its input."""
+    """Runs a module without keeping anything of it but its input.
+
+    That must need a gradient, as what an embedding returns does: of the weights inside, autograd
+    knows nothing here, and would not come back for them alone.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: Callable) -> torch.Tensor:
@@ -85,19 +89,16 @@ class Recomputed(torch.autograd.Function):
         return x.grad, None
 
 
-class Kept:
+class Kept(saved_tensors_hooks):
     """Counts the bytes that autograd keeps of what is computed within, besides the weights.
 
     Copies of weights in another type count: they are there from forward to backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__(self.note, lambda tensor: tensor)
         self.weights = {parameter.data_ptr() for parameter in model.parameters()}
         self.storages = {}
-
-    def __call__(self) -> saved_tensors_hooks:
-        """Return what stands around a computation."""
-        return saved_tensors_hooks(self.note, lambda tensor: tensor)
 
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that is kept; a storage counts once."""
@@ -127,17 +128,17 @@ class Plain(Buckets):
         """Count it."""
         self.forwards += 1
 
-    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of this rank's rows: the model's forward, in groups of blocks."""
         self.forwards, self.kept = 0, Kept(self.model)
         x = embed(self.model.embedding, tokens)
-        with self.kept():
+        with self.kept:
             for group in self.groups:
                 x = self.through(group, x)
-        return loss_of(self.model.head(self.model.norm(x)), following)
+        return loss_of(self.model.head(self.model.norm(x)), targets)
 
     def through(self, group: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Compute a group: (N, T, units) to the same."""
+        """Compute a group: (B, T, units) to the same."""
         return group(x)
 
     def figures(self) -> dict[str, float]:
@@ -154,7 +155,7 @@ class Recompute(Plain):
         return Recomputed.apply(x, group)
 
 
-class Torchs(Plain):
+class TorchCheckpoint(Plain):
     """Leaves it to torch, which lets backward ask for what it misses."""
 
     def through(self, group: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -185,7 +186,7 @@ class Bf16(Plain):
         return functional_call(group, copies, x)
 
 
-class TorchsBf16(Plain):
+class TorchAutocast(Plain):
     """Leaves the casts to torch, which has a list of operators that compute in bfloat16.
 
     Linear layers and attention are on it. Query, key and value are three: each casts its input.
@@ -197,8 +198,8 @@ class TorchsBf16(Plain):
             return group(x)
 
 
-WAYS = {"plain": Plain, "recompute": Recompute, "checkpoint": Torchs, "bf16": Bf16,
-        "autocast": TorchsBf16}
+WAYS = {"plain": Plain, "recompute": Recompute, "checkpoint": TorchCheckpoint,
+        "bf16": Bf16, "autocast": TorchAutocast}
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
@@ -209,7 +210,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
     parser = tutorial.shared_parser("transformer_parallel/recompute", __doc__, WAYS)
-    parser.add_argument("--every", type=bounded(int, at_least=1), default=1, metavar="N",
+    parser.add_argument("--every", type=bounded(int, at_least=1), default=1, metavar="K",
                         help="blocks between two inputs that are kept")
     parser.set_defaults(bucket_kb=1000)
     return parser
@@ -218,7 +219,7 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    tutorial.require_room(args)
+    tutorial.require_room(args, copies=args.world_size)
     tutorial.require_equal_parts(args)
     return run_program(run_worker, args, role_name, results.finish)
 

@@ -1,7 +1,10 @@
 """What the programs of this folder show: a table with a row for each way, metrics.json."""
 
+import contextlib
 import statistics
+import time
 from argparse import Namespace
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ from common import report
 from torch.distributed.tensor import DTensor
 
 from transformer_parallel.model import Shape, Transformer
+from transformer_parallel.traffic import Traffic
 
 MB = 1e6
 SPANS = {
@@ -33,11 +37,54 @@ def shown_first(spans_by_role: dict[str, list[dict]],
     return {"": (max(ends[-2] for ends in steps), max(ends[-1] for ends in steps))}
 
 
-def mean_of_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> float:
+def mean_of_ranks(value: torch.Tensor) -> float:
     """Return the mean of a number of each rank, as a float on every one of them."""
     mean = value.detach().clone()
-    dist.all_reduce(mean, group=group)
-    return (mean / dist.get_world_size(group)).item()
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).item()
+
+
+class Meter:
+    """Measures the seconds of each step; counts, in the last one, what is sent and held.
+
+    Args:
+        way: has the `model`, and the `parameters()` that its `optimizer` steps.
+        device: where it computes.
+    """
+
+    def __init__(self, way: object, device: torch.device) -> None:
+        self.way, self.device, self.last = way, device, False
+        self.seconds, self.waited, self.traffic, self.held = [], [], Traffic(), {}
+
+    @contextlib.contextmanager
+    def step(self, last: bool) -> Iterator[None]:
+        """Stand around a step."""
+        self.last, began = last, self.now()
+        with self.traffic if last else contextlib.nullcontext():
+            yield
+        self.seconds.append(self.now() - began)
+        if last:
+            self.held["state"] = held_bytes(self.way)["state"]  # AdamW's first step makes it
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Stand around what is left when backward is over; count in front of it what is held."""
+        if self.last:
+            self.held = held_bytes(self.way)
+        began = self.now()
+        yield
+        self.waited.append(self.now() - began)
+
+    def now(self) -> float:
+        """Return the time in seconds, when the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def measured(self) -> dict:
+        """Return all of it."""
+        return {"seconds": self.seconds, "waited": self.waited, "calls": dict(self.traffic.calls),
+                "sent": dict(self.traffic.sent), "held": self.held}
 
 
 def held_bytes(way: object) -> dict[str, int]:
@@ -71,9 +118,8 @@ def rows_of(measured: dict[str, list[dict]]) -> list[dict]:
         measured: `{way: [what train() has returned, of each rank]}`.
 
     Returns:
-        Dicts: the losses; calls and megabytes sent in the first step by the rank that sends most;
-        `held_mb` of the rank that holds most, if ranks have counted that; medians of the steps
-        after the first, in milliseconds.
+        Dicts: the losses; calls and megabytes sent in the last step by the rank that sends most;
+        `held_mb` of the rank that holds most; medians of the other steps, in milliseconds.
     """
     rows = []
     for way, ranks in measured.items():
@@ -91,8 +137,11 @@ def rows_of(measured: dict[str, list[dict]]) -> list[dict]:
 
 
 def median_ms(seconds: list[float]) -> float:
-    """Return the median of all but the first, which warms up; of that, where there is no other."""
-    return 1e3 * statistics.median(seconds[1:] or seconds)
+    """Return the median of the steps between the first, which warms up, and the last.
+
+    In the last one bytes are counted. It is taken where there is none between.
+    """
+    return 1e3 * statistics.median(seconds[1:-1] or seconds[-1:])
 
 
 def finish(metrics: dict, args: Namespace, model: Transformer | None = None) -> dict:

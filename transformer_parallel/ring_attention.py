@@ -23,7 +23,7 @@ Later tokens are not looked at: in `ring` rank 0 has nothing to do in hops 1 to 
 experimental `context_parallel`, is written for the attention kernels of GPUs and refuses a CPU.
 
     python transformer_parallel/ring_attention.py                 all three, on four ranks
-    python transformer_parallel/ring_attention.py --batch_size 1 --seq_len 4096 --steps 2 --blocks 1
+    python transformer_parallel/ring_attention.py --batch_size 1 --seq_len 4096 --steps 3 --blocks 1
     python transformer_parallel/ring_attention.py --check         the same numbers as one process?
 
 Sources: Liu et al., "Ring Attention", https://arxiv.org/abs/2310.01889; the balanced order is that
@@ -48,7 +48,7 @@ from transformer_parallel.model import Transformer, loss_of
 
 
 class GatherTokens(torch.autograd.Function):
-    """Fetches the tokens of all ranks: (..., T / ranks, units) to (..., T, units)."""
+    """Fetches the tokens of all ranks: (..., T / N, units) to (..., T, units)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -74,8 +74,8 @@ class RingAttention(torch.autograd.Function):
         """Compute softmax(q k' / sqrt(units)) v over all tokens that are not later.
 
         Args:
-            q: of this rank's tokens, (N, heads, T / ranks, head_units).
-            kv: their K and V, stacked: (2, N, heads, T / ranks, head_units).
+            q: of this rank's tokens, (B, heads, T / N, head_units).
+            kv: their K and V, stacked: (2, B, heads, T / N, head_units).
             way: knows which rank has which tokens.
         """
         pieces = q.chunk(way.pieces, dim=-2)
@@ -98,19 +98,21 @@ class RingAttention(torch.autograd.Function):
         """Send K and V round again, and their gradients behind them."""
         q, kv, out, log_sums = ctx.saved_tensors
         way, q_gradient, kv_gradient = ctx.way, torch.zeros_like(q), torch.zeros_like(kv)
-        # The derivative of a softmax: p (g - sum of p g), and the sum is that of out and gradient.
-        mean = (out * gradient).sum(-1, keepdim=True)
-        mine = [x.chunk(way.pieces, dim=-2) for x in (q, gradient, log_sums, mean, q_gradient)]
+        # Of p = softmax(s), with g the gradient of p v: ds = p (g v' - sum of p g v'), row by row,
+        # and that sum is the one of out x g.
+        row_sums = (out * gradient).sum(-1, keepdim=True)
+        mine = [x.chunk(way.pieces, dim=-2) for x in (q, gradient, log_sums, row_sums, q_gradient)]
         for owner, visiting in round_the_ring(kv, way):
             for i, j, same in way.pairs(owner):
-                piece, g, log_sum, of_row, piece_gradient = (x[i] for x in mine)
+                piece, g, log_sum, row_sum, piece_gradient = (x[i] for x in mine)
                 k, v = visiting.chunk(way.pieces, dim=-2)[j].unbind()
                 k_gradient, v_gradient = kv_gradient.chunk(way.pieces, dim=-2)[j].unbind()
-                weights = (scores_of(piece, k, same) - log_sum).exp()
-                of_scores = weights * (g @ v.mT - of_row) / math.sqrt(q.shape[-1])
-                piece_gradient += of_scores @ k
-                k_gradient += of_scores.mT @ piece
-                v_gradient += weights.mT @ g
+                p = (scores_of(piece, k, same) - log_sum).exp()
+                of_scores = p * (g @ v.mT - row_sum) / math.sqrt(q.shape[-1])
+                piece_gradient += of_scores @ k  # views: this adds to q_gradient,
+                k_gradient += of_scores.mT @ piece  # and these to kv_gradient
+                v_gradient += p.mT @ g
+            # K and V are still on their way from the same rank: messages arrive as they were sent.
             kv_gradient = passed_on(kv_gradient)
         return q_gradient, kv_gradient, None
 
@@ -121,20 +123,28 @@ def round_the_ring(kv: torch.Tensor, way: "Ring") -> Iterator[tuple[int, torch.T
     for hop in range(n - 1):
         arriving = torch.empty_like(kv)
         way.note(own, kv, arriving)
-        requests = [dist.isend(kv, (rank + 1) % n), dist.irecv(arriving, (rank - 1) % n)]
+        requests = sent_on(kv, arriving)
         yield (rank - hop) % n, kv
         for request in requests:
             request.wait()
         kv = arriving
-    yield (rank + 1) % n, kv
+    yield (rank - (n - 1)) % n, kv  # of the last hop: nobody needs them after this rank
 
 
 def passed_on(x: torch.Tensor) -> torch.Tensor:
     """Send a tensor to the next rank; return that of the rank before."""
-    rank, n, arriving = dist.get_rank(), dist.get_world_size(), torch.empty_like(x)
-    for request in (dist.isend(x, (rank + 1) % n), dist.irecv(arriving, (rank - 1) % n)):
+    arriving = torch.empty_like(x)
+    for request in sent_on(x, arriving):
         request.wait()
     return arriving
+
+
+def sent_on(x: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
+    """Begin to send a tensor to the next rank, and to receive that of the rank before."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    # Both in one call: with nccl, two ranks that send first would wait for each other.
+    return dist.batch_isend_irecv([dist.P2POp(dist.isend, x, (rank + 1) % n),
+                                   dist.P2POp(dist.irecv, arriving, (rank - 1) % n)])
 
 
 def scores_of(q: torch.Tensor, k: torch.Tensor, same: bool) -> torch.Tensor:
@@ -175,7 +185,7 @@ def merged(sums: Sums, scores: torch.Tensor, values: torch.Tensor) -> Sums:
     return larger, total, mixed * smaller + weights @ values
 
 
-class Gather(Buckets):
+class GatherKV(Buckets):
     """Fetches K and V of all tokens; each rank attends with the queries of its own."""
 
     pieces = 1  # of a row, on each rank
@@ -195,13 +205,13 @@ class Gather(Buckets):
         pieces = whole.chunk(self.size * self.pieces, dim=1)
         return torch.cat([pieces[number] for number in self.pieces_of(self.rank)], dim=1)
 
-    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of this rank's characters, at the places where they stand."""
         places = self.part(torch.arange(self.length, device=tokens.device)[None])[0]
-        return loss_of(self.model(tokens, places), following)
+        return loss_of(self.model(tokens, places), targets)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend to all tokens that are not later: (N, heads, T / ranks, head_units)."""
+        """Attend to all tokens that are not later: (B, heads, T / N, head_units)."""
         kv = GatherTokens.apply(torch.stack([k, v]))
         places = torch.arange(kv.shape[-2], device=q.device)
         not_later = places <= self.part(places[None]).T
@@ -218,7 +228,7 @@ class Gather(Buckets):
         return {"MB of K, V": self.kv_bytes / results.MB, "scores": self.scores / self.length**2}
 
 
-class Ring(Gather):
+class Ring(GatherKV):
     """Sends K and V round, and has those of one other rank at a time."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -243,7 +253,7 @@ class Zigzag(Ring):
         return [rank, 2 * self.size - 1 - rank]
 
 
-WAYS = {"gather": Gather, "ring": Ring, "zigzag": Zigzag}
+WAYS = {"gather": GatherKV, "ring": Ring, "zigzag": Zigzag}
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
@@ -262,7 +272,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     # Each rank has four times the scores of a hop, of one block at a time; the oracle has all.
-    tutorial.require_room(args, scores=3 if args.check else 4 / args.world_size / args.blocks)
+    tutorial.require_room(args, args.world_size,
+                          scores=3 if args.check else 4 / args.world_size / args.blocks)
     pieces = args.world_size * max(WAYS[name].pieces for name in args.ways)
     if args.seq_len % pieces:
         refuse(f"--seq_len {args.seq_len} must be a multiple of {pieces}: the pieces of a row on "

@@ -18,7 +18,7 @@ The embedding and the head are cut by characters of the vocabulary; the loss, wh
 over all of them, is computed without ever gathering the logits.
 
     python transformer_parallel/tensor_parallel.py                 all three, on four ranks
-    python transformer_parallel/tensor_parallel.py --world_size 3
+    python transformer_parallel/tensor_parallel.py --world_size 3 --seq_len 63
     python transformer_parallel/tensor_parallel.py --check         the same numbers as one process?
 
 Sources: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053; Korthikanti et al.,
@@ -45,7 +45,7 @@ from torch.nn import functional as F
 
 from transformer_parallel import main as tutorial
 from transformer_parallel import results
-from transformer_parallel.main import Each, role_name
+from transformer_parallel.main import Way, role_name
 from transformer_parallel.model import Shape, Transformer, loss_of
 
 Group = dist.ProcessGroup | None  # whose ranks have the parts; None is all
@@ -58,7 +58,7 @@ class Copy(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Return x."""
         ctx.group = group
-        return x.view_as(x)
+        return x
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -81,7 +81,7 @@ class Sum(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Takes the place of f in `sequence`: (N, T / ranks, units) to (N, T, units)."""
+    """Takes the place of f in `sequence`: (B, T / N, units) to (B, T, units)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Gather(torch.autograd.Function):
 
 
 class ScatterSum(torch.autograd.Function):
-    """Takes the place of g in `sequence`: (N, T, units) to (N, T / ranks, units)."""
+    """Takes the place of g in `sequence`: (B, T, units) to (B, T / N, units)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -144,7 +144,7 @@ class RowLinear(nn.Module):
         self.total, self.group = total, group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute (N, T, some inputs) to outputs, summed over the ranks."""
+        """Compute (B, T, some inputs) to outputs, summed over the ranks."""
         return self.total.apply(F.linear(x, self.weight), self.group) + self.bias
 
 
@@ -158,7 +158,7 @@ class RowEmbedding(nn.Module):
         self.first = dist.get_rank(group) * len(self.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Look up what is here, zero elsewhere; sum over the ranks: (N, T, units)."""
+        """Look up what is here, zero elsewhere; sum over the ranks: (B, T, units)."""
         rows, here = rows_here(tokens, self.first, len(self.weight))
         return self.total.apply(F.embedding(rows, self.weight) * here[..., None], self.group)
 
@@ -194,8 +194,9 @@ def cut(model: Transformer, enter: type[torch.autograd.Function],
         block.attention.out = RowLinear(block.attention.out, leave, group)
         block.mlp.down = RowLinear(block.mlp.down, leave, group)
     model.head.weight = part_of(model.head.weight, 0, group)
-    for module in (*(part for block in model.blocks for part in (block.attention, block.mlp)),
-                   model.head):
+    # In front of attention, not of its query, key and value: one all-reduce in place of three.
+    entered = [part for block in model.blocks for part in (block.attention, block.mlp)]
+    for module in [*entered, model.head]:
         module.register_forward_pre_hook(lambda _, inputs: enter.apply(*inputs, group))
     return model
 
@@ -204,8 +205,8 @@ def vocabulary_loss(logits: torch.Tensor, targets: torch.Tensor, group: Group) -
     """Return the mean cross-entropy of logits of which each rank has some characters.
 
     Args:
-        logits: (N, T, vocabulary / ranks).
-        targets: (N, T), characters of the whole vocabulary.
+        logits: (B, T, vocabulary / N).
+        targets: (B, T), characters of the whole vocabulary.
         group: of these ranks.
     """
     largest = all_reduced(logits.detach().amax(dim=-1), group, dist.ReduceOp.MAX)
@@ -217,7 +218,7 @@ def vocabulary_loss(logits: torch.Tensor, targets: torch.Tensor, group: Group) -
     return (total.log() - of_target).mean()
 
 
-class Tensor(Each):
+class TensorParallel(Way):
     """Cuts the layers; each rank sees the whole batch, and all have the same loss."""
 
     enter, leave = Copy, Sum
@@ -230,42 +231,44 @@ class Tensor(Each):
         """Return the whole batch."""
         return whole
 
-    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss, the same on all ranks."""
-        return vocabulary_loss(self.model(tokens), following, self.group)
-
-    def finish(self) -> None:
-        """Do nothing: each gradient is complete where its weight is."""
+        return vocabulary_loss(self.model(tokens), targets, self.group)
 
 
-class Sequence(Tensor):
+class SequenceParallel(TensorParallel):
     """Cuts what lies between the layers, too: norms, sums and biases, by tokens."""
 
     enter, leave = Gather, ScatterSum
 
-    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss; the places of this rank's tokens are not the first ones."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        mine = places.chunk(self.size)[dist.get_rank()]
-        return vocabulary_loss(self.model(tokens, mine), following, self.group)
+        mine = places.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
+        return vocabulary_loss(self.model(tokens, mine), targets, self.group)
 
     def finish(self) -> None:
         """Sum what each rank has found from its tokens alone."""
         for name, parameter in self.model.named_parameters():
             if "norm" in name or name.endswith(("out.bias", "down.bias")):
-                dist.all_reduce(parameter.grad)
+                dist.all_reduce(parameter.grad, group=self.group)
 
 
-class Torchs(Tensor):
+class TorchTensorParallel(TensorParallel):
     """Leaves it to `parallelize_module`, which makes DTensors of the weights."""
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-        Each.__init__(self, cut_by_torch(model, mesh), args)
+        Way.__init__(self, cut_by_torch(model, mesh), args)  # TensorParallel's would cut, too
 
-    def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Compute both where torch's loss, and its backward, know that logits are cut."""
+        with loss_parallel():
+            return super().forward_backward(tokens, targets)
+
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return torch's own loss of logits that are cut."""
-        return loss_of(self.model(tokens), following).to_local()
+        return loss_of(self.model(tokens), targets).to_local()
 
 
 def cut_by_torch(model: Transformer, mesh: DeviceMesh) -> Transformer:
@@ -279,13 +282,12 @@ def cut_by_torch(model: Transformer, mesh: DeviceMesh) -> Transformer:
     return parallelize_module(model, mesh, plan)
 
 
-WAYS = {"tensor": Tensor, "sequence": Sequence, "dtensor": Torchs}
+WAYS = {"tensor": TensorParallel, "sequence": SequenceParallel, "dtensor": TorchTensorParallel}
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Train as `main.py`, in these ways."""
-    with loss_parallel():  # for `dtensor`, around its backward, too
-        return tutorial.run_worker(rank, world_size, args, WAYS)
+    return tutorial.run_worker(rank, world_size, args, WAYS)
 
 
 def build_parser() -> Parser:
@@ -296,7 +298,7 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    tutorial.require_room(args)
+    tutorial.require_room(args, copies=1)
     shape = Shape()
     for what, number in (("heads", shape.heads), ("characters", shape.vocabulary)):
         if number % args.world_size:

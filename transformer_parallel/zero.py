@@ -6,7 +6,7 @@ Of P bytes of weights, AdamW needs P bytes of gradients and 2 P of moments besid
     replicas    P          P            2 P         2: all-reduce = reduce-scatter + all-gather
     zero1       P          P            2 P / N     2: reduce-scatter of gradients, all-gather of
                                                        the weights that each rank has stepped
-    zero2       P          P / N        2 P / N     2: the same, during backward
+    zero2       P          P / N        2 P / N     2: the same, during backward, which waits
     zero3       P / N      P / N        2 P / N     3: all-gather of weights in forward, and again
                                                        in backward; reduce-scatter of gradients
     fsdp        torch's fully_shard (FSDP2), which is the third
@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 
 from transformer_parallel import main as tutorial
 from transformer_parallel import results
-from transformer_parallel.main import Each, role_name
+from transformer_parallel.main import Each, Way, role_name
 from transformer_parallel.model import Transformer
 
 
@@ -93,7 +93,7 @@ class ShardedUnit(Unit):
         self.free()
 
     def gather_weights(self) -> None:
-        """Fetch the parts of all ranks, into the same memory as before: autograd looks there."""
+        """Fetch the parts of all ranks, into the same storage as before: autograd looks there."""
         self.whole.untyped_storage().resize_(self.bytes)
         super().gather_weights()
 
@@ -102,14 +102,14 @@ class ShardedUnit(Unit):
         self.whole.untyped_storage().resize_(0)
 
 
-class Zero1(Each):
+class Zero1(Way):
     """Shards the optimizer's state: each rank steps a part of the weights."""
 
     make_unit = Unit
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         super().__init__(model, args)
-        self.modules = [model.embedding, *model.blocks, model.norm, model.head]
+        self.modules = units_of(model)
         self.units = [self.make_unit(module) for module in self.modules]
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -129,7 +129,10 @@ class Zero1(Each):
 
 
 class Zero2(Zero1):
-    """Shards the gradients, too: those of a unit are scattered as soon as they are there."""
+    """Shards the gradients, too: those of a unit are scattered as soon as they are there.
+
+    Backward waits for that. It saves memory, not time.
+    """
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         super().__init__(model, args)
@@ -151,11 +154,14 @@ class Zero2(Zero1):
         unit.scatter_gradients()
 
     def finish(self) -> None:
-        """Do nothing: backward has scattered all."""
+        """Return at once: backward has scattered all."""
 
 
 class Zero3(Zero2):
-    """Shards the weights, too: a unit is whole while it computes."""
+    """Shards the weights, too: a unit is whole while it computes.
+
+    FSDP fetches the next unit meanwhile; here each is waited for.
+    """
 
     make_unit = ShardedUnit
 
@@ -172,29 +178,34 @@ class Zero3(Zero2):
         output.register_hook(lambda gradient: unit.gather_weights())
 
     def complete(self, unit: ShardedUnit) -> None:
-        """Scatter the gradients of a unit, and free its weights: backward has passed it."""
+        """Scatter the gradients of a unit, and free its weights: backward has passed it.
+
+        The last gradient of a unit is that of its first layer; behind it nothing needs its weights.
+        """
         unit.scatter_gradients()
         unit.free()
 
     def after_step(self) -> None:
-        """Do nothing: the next forward fetches what it needs."""
+        """Return at once: the next forward fetches what it needs."""
 
 
-class Torchs(Each):
+class TorchFSDP(Way):
     """Leaves it to `fully_shard`, which cuts each parameter along its first dimension."""
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         device = next(model.parameters()).device
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for module in (model.embedding, *model.blocks, model.norm, model.head):
+        for module in units_of(model):
             fully_shard(module, mesh=mesh)
         super().__init__(fully_shard(model, mesh=mesh), args)
 
-    def finish(self) -> None:
-        """Do nothing: backward has scattered all."""
+
+def units_of(model: Transformer) -> list[nn.Module]:
+    """Return the modules that are whole at a time; each parameter belongs to one of them."""
+    return [model.embedding, *model.blocks, model.norm, model.head]
 
 
-WAYS = {"replicas": Each, "zero1": Zero1, "zero2": Zero2, "zero3": Zero3, "fsdp": Torchs}
+WAYS = {"replicas": Each, "zero1": Zero1, "zero2": Zero2, "zero3": Zero3, "fsdp": TorchFSDP}
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
@@ -210,7 +221,8 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    tutorial.require_room(args)
+    sharded = {*args.ways} <= {"zero3", "fsdp"}
+    tutorial.require_room(args, copies=1 if sharded else args.world_size)
     tutorial.require_equal_parts(args)
     return run_program(run_worker, args, role_name, results.finish)
 

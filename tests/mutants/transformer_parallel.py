@@ -40,7 +40,7 @@ MUTANTS = [
             "        self.syncing = False\n        yield\n        self.syncing = True\n",
             "        yield\n        self.finish()\n", "overlap, (calls|bytes sent)", MAIN, "--accumulate", 2),
     _mutant("a bucket for each gradient", MAIN, "        if held >= n_bytes:\n", "        if held:\n", "buckets, calls"),
-    _mutant("accumulated gradients weigh twice", MAIN, "self.loss(*piece) / accumulate", "self.loss(*piece)",
+    _mutant("accumulated gradients weigh twice", MAIN, "self.loss(*piece) / n", "self.loss(*piece)",
             "each, gradients", MAIN, "--accumulate", 2),
     _mutant("all ranks have the first rows", MAIN, "whole.chunk(self.size)[dist.get_rank()]", "whole.chunk(self.size)[0]",
             "each, gradients"),

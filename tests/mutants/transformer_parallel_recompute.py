@@ -60,9 +60,9 @@ MUTANTS = [
            "            torch.distributed.all_reduce(half)\n            vector.copy_(half / self.size)\n", "bf16, (their mean|bytes sent)"),
     _added("the sum for the mean", "def finish(self):\n        for vector, _ in self.buckets:\n            torch.distributed.all_reduce(vector)\n",
            "bf16, their mean"),
-    _added("the loss in bfloat16", "def loss(self, tokens, following):\n        return super().loss(tokens, following).bfloat16()\n", "bf16, losses"),
-    _added("head and loss in bfloat16", "def loss(self, tokens, following):\n        with torch.autocast('cpu', torch.bfloat16):\n"
-           "            return super().loss(tokens, following)\n", "bf16, (a rank's gradients|losses|MB kept)"),
+    _added("the loss in bfloat16", "def loss(self, tokens, targets):\n        return super().loss(tokens, targets).bfloat16()\n", "bf16, losses"),
+    _added("head and loss in bfloat16", "def loss(self, tokens, targets):\n        with torch.autocast('cpu', torch.bfloat16):\n"
+           "            return super().loss(tokens, targets)\n", "bf16, (a rank's gradients|losses|MB kept)"),
     _mixed("autocast: float16", "torch.autocast(x.device.type, torch.bfloat16)", "torch.autocast(x.device.type, torch.float16)",
            "autocast, a rank's gradients"),
     _mixed("autocast: switched off", "torch.autocast(x.device.type, torch.bfloat16)", "torch.autocast(x.device.type, torch.bfloat16, enabled=False)",
