@@ -156,11 +156,15 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
 
 
 def require_stages(args: argparse.Namespace) -> None:
-    """Refuse micro-batches of several shapes, and fewer GPUs than stages."""
+    """Refuse micro-batches that a schedule cannot order, and fewer GPUs than stages."""
     for num_split in args.num_splits:
         if args.batch_size % num_split:
             refuse(f"--num_splits {num_split} must be a divisor of {given(args, 'batch_size')}: "
                    "here, all micro-batches have the same shape")
+        rounds = max(1, num_split // len(STAGES))  # of torch's schedules for several stages a rank
+        if args.schedule in ("interleaved", "zero_bubble") and num_split % rounds:
+            refuse(f"--num_splits {num_split} must be even, or 1 or 3, with "
+                   f"--schedule {args.schedule}")
     gpus = torch.cuda.device_count()
     if args.device == "cuda" and args.rank is None and gpus < len(STAGES):
         refuse(f"--device cuda must be cpu or auto: torch sees {gpus} GPUs, and here each stage "

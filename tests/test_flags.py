@@ -460,6 +460,8 @@ REFUSED = [
         ("--image_size 32 --batch_size 8", "--image_size 32 must be above 32 with --num_splits 8 and --batch_size 8"))),
     ("model_parallel_resnet.schedules", "--world_size 3", "--world_size 3 must be 2: one process for each role"),
     ("model_parallel_resnet.schedules", "--num_splits 3", "--num_splits 3 must be a divisor of --batch_size 32"),
+    ("model_parallel_resnet.schedules", "--batch_size 30 --num_splits 5 --schedule zero_bubble",
+     "--num_splits 5 must be even, or 1 or 3, with --schedule zero_bubble"),
     *(("model_parallel_resnet.single_machine", *row) for row in (
         ("--devices cpu tpu", "'tpu' is not accepted; give cpu or cuda:N"),
         ("--devices cuda cuda", "'cuda' is not accepted; give cpu or cuda:N"),
