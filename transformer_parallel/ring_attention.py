@@ -123,7 +123,7 @@ def round_the_ring(kv: torch.Tensor, way: "Ring") -> Iterator[tuple[int, torch.T
     for hop in range(n - 1):
         arriving = torch.empty_like(kv)
         way.note(own, kv, arriving)
-        requests = sent_on(kv, arriving)
+        requests = start_hop(kv, arriving)
         yield (rank - hop) % n, kv
         for request in requests:
             request.wait()
@@ -134,12 +134,12 @@ def round_the_ring(kv: torch.Tensor, way: "Ring") -> Iterator[tuple[int, torch.T
 def passed_on(x: torch.Tensor) -> torch.Tensor:
     """Send a tensor to the next rank; return that of the rank before."""
     arriving = torch.empty_like(x)
-    for request in sent_on(x, arriving):
+    for request in start_hop(x, arriving):
         request.wait()
     return arriving
 
 
-def sent_on(x: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
+def start_hop(x: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
     """Begin to send a tensor to the next rank, and to receive that of the rank before."""
     rank, n = dist.get_rank(), dist.get_world_size()
     # Both in one call: with nccl, two ranks that send first would wait for each other.
