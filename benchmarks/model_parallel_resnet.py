@@ -83,7 +83,7 @@ def main(argv=None):
     """Print and write the medians, and how much faster than one process they are."""
     args = build_parser().parse_args(argv)
     require_sizes(args, [["batch", "first half", "second half"]])  # of the one process
-    schedules.require_stages(args)
+    schedules.require_stages(args, schedules.SCHEDULES)
     torch.set_num_threads(1)
     keep_memory()  # as in all processes of the other ways
     seconds = {}

@@ -30,6 +30,7 @@ It ends with, about:
 
 import argparse
 import time
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -155,16 +156,16 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
     return metrics if pipeline.has_loss else None
 
 
-def require_stages(args: argparse.Namespace) -> None:
-    """Refuse micro-batches that a schedule cannot order, and fewer GPUs than stages."""
+def require_stages(args: argparse.Namespace, schedules: Iterable[str]) -> None:
+    """Refuse micro-batches that one of these cannot order, and fewer GPUs than stages."""
     for num_split in args.num_splits:
         if args.batch_size % num_split:
             refuse(f"--num_splits {num_split} must be a divisor of {given(args, 'batch_size')}: "
                    "here, all micro-batches have the same shape")
         rounds = max(1, num_split // len(STAGES))  # of torch's schedules for several stages a rank
-        if args.schedule in ("interleaved", "zero_bubble") and num_split % rounds:
-            refuse(f"--num_splits {num_split} must be even, or 1 or 3, with "
-                   f"--schedule {args.schedule}")
+        for name in sorted({"interleaved", "zero_bubble"}.intersection(schedules)):
+            if num_split % rounds:
+                refuse(f"--num_splits {num_split} must be even, or 1 or 3, with --schedule {name}")
     gpus = torch.cuda.device_count()
     if args.device == "cuda" and args.rank is None and gpus < len(STAGES):
         refuse(f"--device cuda must be cpu or auto: torch sees {gpus} GPUs, and here each stage "
@@ -190,7 +191,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
     args = build_parser().parse_args(argv)
     require_sizes(args, [["batch", "first half"], ["batch", "second half"]])
-    require_stages(args)
+    require_stages(args, [args.schedule])
     return run_program(run_worker, args, role_name, finish)
 
 
