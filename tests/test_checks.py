@@ -113,7 +113,10 @@ CHECKS = {
     "transformer_parallel.mesh": {
         f"{LETTERS} --world_size 6 --row 3 --batch_size 12 --seq_len 12 --blocks 3 --micro_batches 2": 40,
     },
-    "transformer_parallel.recompute": {f"{LETTERS} --world_size 3 --batch_size 6 --blocks 5 --every 2": 53},
+    "transformer_parallel.recompute": {
+        f"{LETTERS} --world_size 3 --batch_size 6 --blocks 5 --every 2": 53,
+        f"{LETTERS} --world_size 2 --batch_size 2 --steps 1 --ways plain plain bf16": 21,  # a way twice; a single step
+    },
     "transformer_parallel.ring_attention": {f"{LETTERS} --world_size 3 --batch_size 2 --seq_len 12": 31},
     "transformer_parallel.tensor_parallel": {f"{LETTERS} --world_size 3 --batch_size 4": 19},
     "transformer_parallel.pipeline": {f"{LETTERS} --world_size 3 --batch_size 6 --micro_batches 3 --blocks 7": 24},
