@@ -83,12 +83,12 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
                     steps.append((gradients, held(way, "data"), *own))
                     own.clear()
 
-                def noting_own(finish=way.finish):
+                def noting_own(finish=way.finish_gradients):
                     own.append(held(way, "grad"))
                     finish()
 
                 way.after_step = noted
-                way.finish = noting_own if mixed else way.finish
+                way.finish_gradients = noting_own if mixed else way.finish_gradients
                 watch_costs(way)
                 return way
 
@@ -149,7 +149,7 @@ def watch_costs(way: object) -> None:
         note("weights held at most", 0)
         unit.gather_weights = noting_weights(unit.gather_weights)
     if hasattr(way, "works"):
-        way.finish = noting_gradients(way.finish)
+        way.finish_gradients = noting_gradients(way.finish_gradients)
         for parameter in way.model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: behind.extend(way.works[:1]))
     way.figures = lambda: {**counted(), **most}
@@ -430,7 +430,7 @@ def hold_mixed_precision(findings: Comparison, way: str, reported: list[dict],
     in_bf16 = [[gradients_of(state, rows, lambda *batch: forward_in_bf16(*batch, way))
                 for rows in batch.chunk(n)] for state, batch in zip(before, batches, strict=True)]
     with default_dtype(torch.float64):
-        exact = [gradients_of(in_float64(state), batch, lambda *batch: forward(*batch, args, []))
+        exact = [gradients_of(as_float64(state), batch, lambda *batch: forward(*batch, args, []))
                  for state, batch in zip(before, batches, strict=True)]
     means = [{name: sum(rank[name].double() for rank in ranks) / n for name in first}
              for ranks in own]
@@ -452,7 +452,7 @@ def adamw_steps(before: list[State], gradients: list[State], args: Namespace) ->
 
     The moments go on from step to step.
     """
-    weights = in_float64(before[0])
+    weights = as_float64(before[0])
     optimizer = optim.AdamW(weights.values(), lr=args.lr)
     states = []
     for state, of_state in zip(before, gradients, strict=True):
@@ -463,7 +463,7 @@ def adamw_steps(before: list[State], gradients: list[State], args: Namespace) ->
     return states
 
 
-def in_float64(state: State) -> State:
+def as_float64(state: State) -> State:
     """Copy tensors, in float64."""
     return {name: tensor.to(torch.float64, copy=True) for name, tensor in state.items()}
 
@@ -601,7 +601,7 @@ def zero(stage: int) -> Callable[..., dict]:
 def fsdp(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
     """Compute what `fully_shard` sends and holds: it pads each parameter to as many rows."""
     part = FLOAT64 * sum(math.ceil(size[0] / n) * math.prod(size[1:]) for size in sizes.values())
-    return {"sent": 3 * part * (n - 1), "state": 2 * sum(
+    return {"sent": 3 * part * (n - 1), "weights": part, "gradients": part, "state": 2 * sum(
         FLOAT64 * min(math.ceil(size[0] / n), size[0]) * math.prod(size[1:])
         for size in sizes.values())}
 
@@ -640,16 +640,24 @@ def grid(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
             "sent": costs["sent"] + 2 * costs["gradients"] * (rows - 1) / rows}
 
 
+def numbers_of_stages(args: Namespace, stages: int,
+                      sizes: dict[str, torch.Size]) -> list[list[int]]:
+    """Count, for each of so many stages, the numbers of each of its parameters."""
+    counts = []
+    for stage, blocks in enumerate(torch.arange(args.blocks).tensor_split(stages)):
+        units = {f"blocks.{number}" for number in blocks.tolist()}
+        units |= {"embedding"} if stage == 0 else set()
+        units |= {"norm", "head"} if stage == stages - 1 else set()
+        counts.append([math.prod(size) for name, size in sizes.items()
+                       if re.match(r"blocks\.\d+|\w+", name)[0] in units])
+    return counts
+
+
 def grid_of_stages(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
     """Compute the costs of a pipeline in each row, and of averages along columns."""
     rows, m, costs = n // args.row, args.micro_batches, []
     activations = FLOAT64 * args.batch_size // rows * args.seq_len * Shape().units
-    blocks = torch.arange(args.blocks).tensor_split(args.row)
-    for stage in range(args.row):
-        others = ["embedding"] * (stage == 0) + ["norm", "head"] * (stage == args.row - 1)
-        units = [f"blocks.{i}" for i in blocks[stage].tolist()] + others
-        mine = [math.prod(size) for name, size in sizes.items()
-                if re.match(r"blocks\.\d+|\w+", name)[0] in units]
+    for stage, mine in enumerate(numbers_of_stages(args, args.row, sizes)):
         batches = (stage > 0) + (stage < args.row - 1)
         calls = Counter(all_reduce=len(mine), send=m * batches)
         p = FLOAT64 * sum(mine)
@@ -670,12 +678,14 @@ def pipeline(stages: int, in_flight: Callable[[int, int], int]) -> Callable[...,
         in_flight: `in_flight(ranks, micro_batches)`: what the fullest rank holds.
     """
     def formula(args, n, sizes):
-        m = args.micro_batches
+        m, of_stages = args.micro_batches, numbers_of_stages(args, stages * n, sizes)
         activations = FLOAT64 * args.batch_size * args.seq_len * Shape().units
         # In the middle, each stage of a rank sends a batch on, and its gradients back; the rank of
         # the first stage sends none back, that of the last one none on.
         batches = 2 * stages - (1 if n == 2 else 0)
+        p = FLOAT64 * max(sum(map(sum, of_stages[rank::n])) for rank in range(n))
         return {"calls": {"send": m * batches}, "sent": activations * batches,
+                "weights": p, "gradients": p, "state": 2 * p,
                 "figures": {"in flight": in_flight(n, m),
                             "bubble": (n - 1) / (stages * m + n - 1)}}
     return formula
@@ -739,11 +749,17 @@ def leaving(router: Routed, rank: int, n: int) -> int:
 
 
 def recomputing(forwards: int) -> Callable[..., dict]:
-    """Return the formula of activation checkpointing: an input of each group of blocks is kept."""
+    """Return the formula of activation checkpointing: an input of each group of blocks is kept.
+
+    Without it, 16 inputs of each block are, and what norms and attention need besides: mean and
+    deviation of two norms, and of each head the sum of a softmax.
+    """
     def formula(args, n, sizes):
-        inputs = math.ceil(args.blocks / args.every) * args.batch_size // n * args.seq_len
-        kept = {"MB kept": inputs * Shape().units * FLOAT64 / 1e6} if forwards == 2 else {}
-        return buckets(args, n, sizes) | {"figures": {"forwards": forwards, **kept}}
+        tokens = args.batch_size // n * args.seq_len
+        kept = (math.ceil(args.blocks / args.every) * Shape().units if forwards == 2 else
+                args.blocks * (16 * Shape().units + 2 * 2 + Shape().heads))
+        return buckets(args, n, sizes) | {"figures": {
+            "forwards": forwards, "MB kept": FLOAT64 * tokens * kept / 1e6}}
     return formula
 
 

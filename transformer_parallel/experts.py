@@ -86,7 +86,7 @@ class Experts(nn.Module):
     Attributes:
         experts: by their numbers; of a rank that has some of them, those.
         balance: of the last forward, the second loss.
-        tokens: of the last forward, how many tokens wanted each expert, (E,).
+        counts: of the last forward, how many tokens wanted each expert, (E,).
         dropped: of the last forward, how many got no place.
     """
 
@@ -103,8 +103,8 @@ class Experts(nn.Module):
         probabilities = self.router(tokens).softmax(-1)
         gate, chosen = probabilities.max(-1)
         wanted = nn.functional.one_hot(chosen, self.n_experts)  # (tokens, E)
-        self.tokens = wanted.sum(0)
-        shares = self.tokens / len(tokens)
+        self.counts = wanted.sum(0)
+        shares = self.counts / len(tokens)
         self.balance = self.n_experts * (shares * probabilities.mean(0)).sum()
         # boxes: the n-th token that wants an expert gets the n-th place of its box, if there is one
         capacity = math.ceil(min(self.capacity_factor * len(tokens) / self.n_experts, len(tokens)))
@@ -152,7 +152,7 @@ class UnevenExperts(ShardedExperts):
 
     def of_experts(self, boxes: torch.Tensor) -> torch.Tensor:
         """Send the counts, which have no gradient, and then the boxes."""
-        self.full = self.tokens.clamp(max=boxes.shape[1])  # places of each box
+        self.full = self.counts.clamp(max=boxes.shape[1])  # places of each box
         self.coming = exchanged(self.full)
         return super().of_experts(boxes)
 
@@ -191,7 +191,7 @@ class Replicas(Buckets):
 
     def figures(self) -> dict[str, float]:
         """Return how many tokens were dropped in the last step, and how full experts were."""
-        counts = torch.stack([torch.cat([layer.tokens, layer.dropped[None]])
+        counts = torch.stack([torch.cat([layer.counts, layer.dropped[None]])
                               for layer in self.layers])
         dist.all_reduce(counts)
         return {"dropped": counts[:, -1].sum().item(), "fullest": counts[:, :-1].max().item(),
@@ -208,9 +208,9 @@ class Sharded(Replicas):
         return [parameter for name, parameter in self.model.named_parameters()
                 if ".experts." not in name]
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """Average the gradients; those of an expert are complete, but of the sum of all losses."""
-        super().finish()
+        super().finish_gradients()
         for layer in self.layers:
             for parameter in layer.experts.parameters():
                 parameter.grad /= self.size

@@ -46,8 +46,8 @@ def role_name(rank: int, world_size: int) -> str:
 class Way:
     """Trains a model that each rank has whole, on a part of the batch. What differs, overrides.
 
-    `train` calls in each step, in this order, `part`, `forward_backward`, `finish`, the optimizer's
-    step, `after_step` and `reported`; at the end `figures`.
+    `train` calls in each step, in this order, `part`, `forward_backward`, `finish_gradients`, the
+    optimizer's step, `after_step` and `reported`; at the end `figures`.
     """
 
     def __init__(self, model: nn.Module, args: Namespace) -> None:
@@ -81,7 +81,7 @@ class Way:
         """Return what stands around a backward whose gradients are not averaged yet."""
         return contextlib.nullcontext()
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """Complete the gradients, where backward has not: here it has."""
 
     def after_step(self) -> None:
@@ -99,7 +99,7 @@ class Way:
 class Each(Way):
     """Averages each gradient by itself, when backward is over."""
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """Average the gradients."""
         for parameter in self.model.parameters():
             dist.all_reduce(parameter.grad)
@@ -112,7 +112,7 @@ class Buckets(Way):
     def __init__(self, model: nn.Module, args: Namespace) -> None:
         super().__init__(model, args)
         self.buckets = []  # (vector, its parameters); each gradient is a view of a vector
-        for parameters in cut(self.averaged()[::-1], args.bucket_kb * 1000):
+        for parameters in split_into_buckets(self.averaged()[::-1], args.bucket_kb * 1000):
             sizes = [parameter.numel() for parameter in parameters]
             vector = parameters[0].new_zeros(sum(sizes))
             for parameter, piece in zip(parameters, vector.split(sizes), strict=True):
@@ -123,7 +123,7 @@ class Buckets(Way):
         """Return whose gradients are averaged, in the order of the model."""
         return list(self.model.parameters())
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """Average the vectors."""
         for vector, _ in self.buckets:
             dist.all_reduce(vector)
@@ -158,7 +158,7 @@ class Overlap(Buckets):
             if self.missing[number] == 0:
                 self.works.append(dist.all_reduce(self.buckets[number][0], async_op=True))
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """Wait for what is still on its way."""
         for work in self.works:
             work.wait()
@@ -182,7 +182,8 @@ class TorchDDP(Way):
 WAYS = {"each": Each, "buckets": Buckets, "overlap": Overlap, "ddp": TorchDDP}
 
 
-def cut(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:
+def split_into_buckets(parameters: Sequence[nn.Parameter],
+                       n_bytes: int) -> list[list[nn.Parameter]]:
     """Cut a list into lists: each is full with the parameter that makes it so many bytes."""
     lists, held = [[]], 0
     for parameter in parameters:
@@ -216,7 +217,7 @@ def train(rank: int, world_size: int, make_way: type[Way], args: Namespace) -> d
             way.optimizer.zero_grad(set_to_none=False)
             loss = way.forward_backward(tokens, targets)
             with meter.waiting():
-                way.finish()
+                way.finish_gradients()
             way.optimizer.step()
             way.after_step()
         losses.append(report.require_finite(way.reported(loss), f"in step {step + 1}"))

@@ -60,7 +60,7 @@ class Grid(Way):
     """Leaves to another class what the ranks of a row do; the rows have parts of the batch.
 
     It stands in front of that class, as in `DataTensor`: there `super()` is the other one, and
-    `part` and `finish` are these.
+    `part` and `finish_gradients` are these.
     """
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
@@ -72,7 +72,7 @@ class Grid(Way):
         """Return the batch's rows that this row of ranks sees."""
         return whole.chunk(dist.get_world_size(self.column))[dist.get_rank(self.column)]
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """Average over the ranks that have the same part of the model, and saw other rows."""
         for parameter in self.model.parameters():
             dist.all_reduce(parameter.grad, group=self.column)

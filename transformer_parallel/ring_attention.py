@@ -45,25 +45,7 @@ from transformer_parallel import main as tutorial
 from transformer_parallel import results
 from transformer_parallel.main import Buckets, role_name
 from transformer_parallel.model import Transformer, loss_of
-
-
-class GatherTokens(torch.autograd.Function):
-    """Fetches the tokens of all ranks: (..., T / N, units) to (..., T, units)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Fetch them."""
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x)
-        return torch.cat(parts, dim=-2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, each of which has used all tokens; keep the own ones."""
-        parts = [part.contiguous() for part in gradient.chunk(dist.get_world_size(), dim=-2)]
-        mine = torch.empty_like(parts[0])
-        dist.reduce_scatter(mine, parts)
-        return mine
+from transformer_parallel.tensor_parallel import Gather
 
 
 class RingAttention(torch.autograd.Function):
@@ -212,7 +194,7 @@ class GatherKV(Buckets):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attend to all tokens that are not later: (B, heads, T / N, head_units)."""
-        kv = GatherTokens.apply(torch.stack([k, v]))
+        kv = Gather.apply(torch.stack([k, v]), dist.group.WORLD)
         places = torch.arange(kv.shape[-2], device=q.device)
         not_later = places <= self.part(places[None]).T
         self.note(kv)

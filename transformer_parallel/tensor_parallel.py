@@ -81,7 +81,7 @@ class Sum(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Takes the place of f in `sequence`: (B, T / N, units) to (B, T, units)."""
+    """Takes the place of f in `sequence`: (..., T / N, units) to (..., T, units)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Gather(torch.autograd.Function):
 
 
 class ScatterSum(torch.autograd.Function):
-    """Takes the place of g in `sequence`: (B, T, units) to (B, T / N, units)."""
+    """Takes the place of g in `sequence`: (..., T, units) to (..., T / N, units)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -123,12 +123,12 @@ def gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format)
              for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.contiguous(), group)
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=-2)
 
 
 def scattered_sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the sum over the ranks, of this rank's tokens."""
-    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), dim=1)]
+    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), dim=-2)]
     mine = torch.empty_like(parts[0])
     dist.reduce_scatter(mine, parts, group=group)
     return mine
@@ -247,7 +247,7 @@ class SequenceParallel(TensorParallel):
         mine = places.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
         return vocabulary_loss(self.model(tokens, mine), targets, self.group)
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """Sum what each rank has found from its tokens alone."""
         for name, parameter in self.model.named_parameters():
             if "norm" in name or name.endswith(("out.bias", "down.bias")):

@@ -116,7 +116,7 @@ class Zero1(Way):
         """Return this rank's parts."""
         return (unit.part for unit in self.units)
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """Scatter the gradients when backward is over."""
         for unit in self.units:
             unit.scatter_gradients()
@@ -153,7 +153,7 @@ class Zero2(Zero1):
         """Scatter the gradients of a unit, which are all there."""
         unit.scatter_gradients()
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """Return at once: backward has scattered all."""
 
 

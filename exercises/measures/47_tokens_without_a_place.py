@@ -28,8 +28,8 @@ def dropped_of(counts: list[int], capacity_factor: float) -> int:
     with torch.no_grad():
         layer.router.weight.copy_(torch.eye(n))  # a token of 1 in its i-th unit wants expert i
         layer(torch.eye(n).repeat_interleave(torch.tensor(counts), dim=0)[None])
-    if layer.tokens.tolist() != counts:
-        raise RuntimeError(f"the experts were wanted by {layer.tokens.tolist()}, not {counts}")
+    if layer.counts.tolist() != counts:
+        raise RuntimeError(f"the experts were wanted by {layer.counts.tolist()}, not {counts}")
     return layer.dropped.item()
 
 

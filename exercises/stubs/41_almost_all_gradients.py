@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 
-def finish(self) -> None:
+def finish_gradients(self) -> None:
     """バックワードパスの後に、足りない勾配を補います。どこかに誤りがあります。
 
     self: `SequenceParallel`（`--ways sequence`）。`self.model.named_parameters()`は、

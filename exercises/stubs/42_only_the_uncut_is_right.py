@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 
-def finish(self) -> None:
+def finish_gradients(self) -> None:
     """バックワードパスの後に、勾配を平均します。どこかに誤りがあります。
 
     self: `DataTensor`か`DataPipeline`。ランクは格子に並び、同じ行のランクがモデル1つ分を分け合い、

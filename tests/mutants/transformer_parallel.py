@@ -38,7 +38,7 @@ MUTANTS = [
 """, "overlap, gradients behind"),
     _mutant("overlap, averaged after each accumulated backward", MAIN,
             "        self.syncing = False\n        yield\n        self.syncing = True\n",
-            "        yield\n        self.finish()\n", "overlap, (calls|bytes sent)", MAIN, "--accumulate", 2),
+            "        yield\n        self.finish_gradients()\n", "overlap, (calls|bytes sent)", MAIN, "--accumulate", 2),
     _mutant("a bucket for each gradient", MAIN, "        if held >= n_bytes:\n", "        if held:\n", "buckets, calls"),
     _mutant("accumulated gradients weigh twice", MAIN, "self.loss(*piece) / n", "self.loss(*piece)",
             "each, gradients", MAIN, "--accumulate", 2),

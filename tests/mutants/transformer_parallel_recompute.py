@@ -54,11 +54,11 @@ MUTANTS = [
            "            weight.data = weight.data.bfloat16().to(weight.dtype)\n", "bf16, AdamW's step"),
     _added("moments in bfloat16", "def after_step(self):\n        for state in self.optimizer.state.values():\n"
            "            state['exp_avg_sq'].copy_(state['exp_avg_sq'].bfloat16())\n", "bf16, AdamW's step"),
-    _added("the mean in bfloat16", "def finish(self):\n        super().finish()\n        for vector, _ in self.buckets:\n"
+    _added("the mean in bfloat16", "def finish_gradients(self):\n        super().finish_gradients()\n        for vector, _ in self.buckets:\n"
            "            vector.copy_(vector.bfloat16())\n", "bf16, their mean"),
-    _added("gradients travel in bfloat16", "def finish(self):\n        for vector, _ in self.buckets:\n            half = vector.bfloat16()\n"
+    _added("gradients travel in bfloat16", "def finish_gradients(self):\n        for vector, _ in self.buckets:\n            half = vector.bfloat16()\n"
            "            torch.distributed.all_reduce(half)\n            vector.copy_(half / self.size)\n", "bf16, (their mean|bytes sent)"),
-    _added("the sum for the mean", "def finish(self):\n        for vector, _ in self.buckets:\n            torch.distributed.all_reduce(vector)\n",
+    _added("the sum for the mean", "def finish_gradients(self):\n        for vector, _ in self.buckets:\n            torch.distributed.all_reduce(vector)\n",
            "bf16, their mean"),
     _added("the loss in bfloat16", "def loss(self, tokens, targets):\n        return super().loss(tokens, targets).bfloat16()\n", "bf16, losses"),
     _added("head and loss in bfloat16", "def loss(self, tokens, targets):\n        with torch.autocast('cpu', torch.bfloat16):\n"
