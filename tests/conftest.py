@@ -75,7 +75,6 @@ SOME = {
     "test_torch_names_other_collectives": NEVER,
     "test_traced": r"(rpc_rl|p2p_collectives|ddp_rpc_hybrid)/main",
     "test_screenshot": r".*(True-1400|False-400)|.*(1400-True|400-False)",
-    "test_killed_while_it_writes_under_torchrun": NEVER,
     "test_fsdp.py::test_killed": NEVER,
     "test_killed_twice_at_random_moments": NEVER,
     "test_site.py::test_every_link_leads_somewhere": NEVER,

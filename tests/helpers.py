@@ -133,10 +133,18 @@ def nothing_left(process, folder, *beside):
     ours = [str(path) for path in (folder / "tmp").iterdir() if not path.name.startswith(theirs)]
     assert ours == [], ours
     assert [path for path in folder.rglob(".*.tmp")] == []
+    while alive := [pid for pid in _processes() if _folder(pid) == folder]:  # beside a rank of torchrun, in its session
+        assert time.monotonic() < deadline, f"still running: {alive}"
+        time.sleep(0.05)
 
 
 def _processes():
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _folder(pid):
+    with contextlib.suppress(OSError):  # gone, or dead
+        return Path(os.readlink(f"/proc/{pid}/cwd"))
 
 
 def _stat(pid):

@@ -26,9 +26,9 @@ def test_killed_at_a_random_moment(program, tmp_path):
 
 
 def test_killed_while_it_writes_under_torchrun(tmp_path):
-    """What it was writing is removed: by the process beside it, for torchrun does not know of it."""
-    elastic = next(program for program in soak.PROGRAMS if program.lesson == "ddp_basic.elastic")
-    soak.kill(tmp_path, elastic, soak.WRITER, "torchrun", random.Random(0))
+    """What it was writing is gone when torchrun is: the process beside it removes it, before it asks whom to blame."""
+    text = next(program for program in soak.PROGRAMS if program.lesson == "rpc_rnn.main")
+    soak.kill(tmp_path, text, soak.WRITER, "torchrun", random.Random(0))
 
 
 @pytest.mark.parametrize("what", soak.REASONS)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import checkpoint
 
 from ddp_basic import elastic
 from ddp_basic import main as ddp_basic
@@ -233,42 +232,3 @@ def test_killed_twice_at_random_moments(undisturbed, tmp_path):
     trained = torch.load(tmp_path / "run.pt", weights_only=True)
     for name, weights in state["model"].items():
         assert torch.equal(trained["model"][name], weights)
-
-
-def write_for_ever(state, args, started):
-    """In a process of its own, which is going to be killed."""
-    with contextlib.suppress(BaseException):
-        os.write(started, b".")
-        while True:
-            elastic.save(*state, args)
-    os._exit(1)
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # the child needs no thread
-@pytest.mark.parametrize("how", ["as it is", "torch.save"])
-def test_killed_while_it_writes(how, tmp_path, monkeypatch):
-    """20 times in a row: the file is always whole. With a plain torch.save it is not, so the test could tell."""
-    args = parsed(elastic, tmp_path, "--checkpoint", tmp_path / "run.pt")
-    if how == "torch.save":
-        monkeypatch.setattr(checkpoint, "save", lambda args, state: torch.save(state, args.checkpoint))
-    model = elastic.build_model(0)
-    state = (model, torch.optim.SGD(model.parameters()), [{"epoch": 1}])
-    elastic.save(*state, args)
-    rng, unreadable = random.Random(0), 0
-    for _ in range(20):
-        wait, started = os.pipe()
-        child = os.fork()  # not a new interpreter: each would take seconds to import torch
-        if child == 0:
-            write_for_ever(state, args, started)
-        os.read(wait, 1)
-        time.sleep(rng.uniform(0, 0.02))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        os.close(wait)
-        os.close(started)
-        try:
-            assert torch.load(args.checkpoint, weights_only=True)["history"] == [{"epoch": 1}]
-        except Exception:
-            unreadable += 1
-    assert (unreadable == 0) == (how == "as it is"), unreadable

@@ -115,7 +115,7 @@ class Watcher:
         if self.pid == 0:
             self.link.close()
             try:
-                watch_over(Parent(me, theirs), args, names, neighbours, address, listener)
+                watch_over(Parent(me, args, theirs), args, names, neighbours, address, listener)
             except BaseException:
                 traceback.print_exc()
             os._exit(0)
@@ -160,12 +160,13 @@ class Parent:
 
     Args:
         rank: which.
+        args: the parsed flags.
         link: a socket to it, which is at its end when the rank has ended or left.
     """
 
-    def __init__(self, rank: int, link: socket.socket) -> None:
-        self.rank, self.link, self.pid, self.stopping = rank, link, os.getppid(), False
-        self.sentinel = link
+    def __init__(self, rank: int, args: Namespace, link: socket.socket) -> None:
+        self.rank, self.args, self.link, self.stopping = rank, args, link, False
+        self.pid, self.sentinel = os.getppid(), link
 
     def gone(self) -> bool:
         """Return whether it has ended; the sentinel does not fail."""
@@ -182,8 +183,13 @@ class Parent:
                and time.monotonic() < deadline):
             time.sleep(BEAT_S / 10)
 
+    def remove_leftovers(self) -> None:
+        """Remove what it was writing when it was killed."""
+        worker.remove_leftovers([self.pid], self.args)
+
     def failure(self) -> watch.Failure:
         """Return how it ended: what torchrun does, it reports itself."""
+        self.remove_leftovers()  # now: torchrun may be over before a verdict is there
         if self.stopping:
             return watch.Failure(self.rank, "was stopped", watch.NOTICED)
         return watch.Failure(self.rank, "died; torchrun shows how")
@@ -234,4 +240,4 @@ def watch_over(parent: Parent, args: Namespace, names: list[str], neighbours: ra
     parent.wait(3.0)
     if parent.lives():  # frozen; torchrun would wait for half a minute
         os.kill(parent.pid, signal.SIGKILL)
-    worker.remove_leftovers([parent.pid], args)
+    parent.remove_leftovers()
