@@ -207,7 +207,7 @@ def run_master(args: argparse.Namespace) -> dict:
     # And here the shards' types become known: an RRef that has to ask for its type first sends an
     # `rpc_async()` from another thread, outside of the context, and its gradients are lost.
     opt = DistributedOptimizer(SGD, model.parameter_rrefs(), lr=args.lr)
-    inputs, labels = get_batch(args)  # Tutorial: drawn anew for each batch; no loss could fall.
+    inputs, labels = get_batch(args)  # Tutorial: anew for each batch; losses do not compare.
     batches = Batches(MASTER_NAME, args)
     for batch in range(args.num_batches + 1):  # the first one is a warm-up
         for num_split in args.num_splits:  # in turns: whatever slows the machine slows all of them
