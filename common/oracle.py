@@ -115,10 +115,10 @@ def verdict(compared: dict | None) -> dict[str, float] | None:
 
 
 @contextlib.contextmanager
-def in_float64() -> Iterator[None]:
-    """Make new tensors and modules in float64: in it, a mistake cannot be taken for rounding."""
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors and modules of a type; in float64, a mistake is not taken for rounding."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:

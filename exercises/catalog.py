@@ -31,7 +31,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 ASKING = "exercises/asking.py::predict"  # in whose place a prediction stands
 LANGUAGES = ("ja", "en")
-KINDS = ("write", "mend", "measure")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ from argparse import Namespace
 import pytest
 import torch
 from common.program import run_program
-from common.session import wait_all
 from torch.futures import Future
 
 from batch_rl import double_buffering, until_solved
@@ -112,17 +111,6 @@ def test_late_names_who_keeps_a_group_waiting():
     for waiting, late in (([{0, 2}], {1}), ([{0, 2}, {0, 1, 2}], {1}), ([{0, 2}, set()], {1}), ([set(), set()], {0, 1, 2})):
         agent.groups = [Namespace(states=dict.fromkeys(who)) for who in waiting]
         assert agent.late() == late
-
-
-def test_wait_all_raises_at_once():
-    never, failed = Future(), Future()
-    failed.set_exception(ValueError("observer2 is gone"))
-    with pytest.raises(ValueError, match="observer2 is gone"):
-        wait_all([never, failed])
-    futures = [Future() for _ in range(3)]
-    for number in (2, 0, 1):
-        futures[number].set_result(number)
-    assert wait_all(futures) == [0, 1, 2]
 
 
 # --- what it computes

@@ -6,7 +6,7 @@ import struct
 import torch
 import torch.distributed.autograd as dist_autograd
 from common.launcher import launch
-from common.session import device_for, rpc_options
+from common.session import rpc_options
 from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
@@ -38,17 +38,6 @@ def test_targets_can_be_learned():
     torch.manual_seed(args.seed)
     table = nn.EmbeddingBag(args.num_embeddings, args.embedding_dim, mode="sum").weight
     assert (table - teacher.table).abs().min() > 0
-
-
-def test_each_trainer_has_its_own_gpu(monkeypatch):
-    """In the tutorial the master passes its own rank, 2, and every trainer wants cuda:2."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    devices = []
-    for local_rank in ("0", "1"):
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-        devices.append(str(device_for("auto")))
-    assert devices == ["cuda:0", "cuda:1"]
 
 
 def test_the_master_passes_each_trainers_rank_and_no_timeout(monkeypatch):

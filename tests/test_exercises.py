@@ -101,7 +101,7 @@ def test_static_numbers():
 @each
 def test_static_texts(exercise):
     """All words are there in both languages, and every message that is expected exists."""
-    assert exercise.kind in catalog.KINDS
+    assert exercise.kind in ("write", "mend", "measure")
     assert {"chapter", "minutes", "program", "after"} <= exercise.text.keys()
     cells = [row["cell"] for walk in (ROOT / "docs/walk").glob(f"{exercise.chapter}*.json")
              for row in json.loads(walk.read_text())]

@@ -33,58 +33,15 @@ from rpc_rnn import data as rpc_rnn_data
 from rpc_rnn.data import load_language
 from rpc_rnn.saving import LocalRNNModel
 from tests.helpers import ROOT, run
+from tests.test_checks import CHECKS
 
 # Every program, and what it calls when its input is good, other than `run_program`.
 PROGRAMS = {
-    "batch_rl.double_buffering": [],
-    "batch_rl.fast": [],
-    "batch_rl.main": [],
-    "batch_rl.until_solved": [],
-    "batch_rl.vector": [],
-    "benchmarks.batch_rl": ["launch"],
-    "benchmarks.ddp_rpc_hybrid_tables": ["train"],
-    "benchmarks.model_parallel_resnet": ["keep_memory"],
-    "benchmarks.param_server": ["launch"],
-    "benchmarks.param_server_trainers": ["measure"],
-    "benchmarks.one_process": ["measure"],
-    "benchmarks.rpc_rl": ["launch"],
-    "benchmarks.rpc_rnn": ["launch"],
-    "ddp_basic.elastic": [],
-    "ddp_basic.fsdp": [],
-    "ddp_basic.main": [],
-    "ddp_rpc_hybrid.main": [],
-    "ddp_rpc_hybrid.sharded_table_dtensor": [],
-    "ddp_rpc_hybrid.sharded_table": [],
-    "model_parallel_resnet.early_backward": [],
-    "model_parallel_resnet.main": [],
-    "model_parallel_resnet.schedules": [],
-    "model_parallel_resnet.single_machine": ["train_toy"],
-    "p2p_collectives.deadlock": [],
-    "p2p_collectives.init_methods": [],
-    "p2p_collectives.main": [],
-    "p2p_collectives.ring_allreduce": [],
-    "p2p_collectives.shared_memory": [],
-    "p2p_collectives.train": [],
-    "p2p_collectives.train_ddp": [],
-    "p2p_collectives.train_flat": [],
-    "param_server.async_server": [],
-    "param_server.batch_update": [],
-    "param_server.bounded_server": [],
-    "param_server.flat_update": [],
-    "param_server.main": [],
-    "rpc_rl.fast": [],
-    "rpc_rl.main": [],
-    "rpc_rnn.main": [],
-    "rpc_rnn.prefetch": [],
-    "rpc_rnn.several_trainers": [],
-    "transformer_parallel.experts": [],
-    "transformer_parallel.main": [],
-    "transformer_parallel.pipeline": [],
-    "transformer_parallel.mesh": [],
-    "transformer_parallel.recompute": [],
-    "transformer_parallel.ring_attention": [],
-    "transformer_parallel.tensor_parallel": [],
-    "transformer_parallel.zero": [],
+    **dict.fromkeys(CHECKS, []), "model_parallel_resnet.single_machine": ["train_toy"],
+    "benchmarks.batch_rl": ["launch"], "benchmarks.ddp_rpc_hybrid_tables": ["train"],
+    "benchmarks.model_parallel_resnet": ["keep_memory"], "benchmarks.one_process": ["measure"],
+    "benchmarks.param_server": ["launch"], "benchmarks.param_server_trainers": ["measure"],
+    "benchmarks.rpc_rl": ["launch"], "benchmarks.rpc_rnn": ["launch"],
 }
 MEMORY_BYTES = 24_000_000_000  # whatever this machine has
 HANG_S = 20  # for one call of `main`, on a machine that has much else to do
@@ -789,14 +746,3 @@ def test_windows_is_refused_in_words(tmp_path):
     for line, path in zip(lines, paths, strict=True):
         assert line.startswith(f"{path} 2 error: torch has no RPC on Windows; use WSL")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_windows_ends_in_one_line(tmp_path):
-    """The first program of the README, as a process of its own."""
-    start = ("import gymnasium, runpy, sys, torch; sys.platform = 'win32'; "
-             f"runpy.run_path({str(ROOT / 'rpc_rl/main.py')!r}, run_name='__main__')")
-    result = run([sys.executable, "-c", start], tmp_path, cold=True)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    one_line(result.stderr)
-    assert "use WSL" in result.stderr

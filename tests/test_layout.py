@@ -9,24 +9,12 @@ from pathlib import Path
 import pytest
 from common.program import belonging_to
 
+from tests.test_checks import CHECKS
+
 ROOT = Path(__file__).parent.parent
-PROGRAMS = [
-    "ddp_basic/main.py", "ddp_basic/elastic.py", "ddp_basic/fsdp.py",
-    "p2p_collectives/main.py", "p2p_collectives/deadlock.py", "p2p_collectives/init_methods.py",
-    "p2p_collectives/ring_allreduce.py",
-    "p2p_collectives/shared_memory.py", "p2p_collectives/train.py", "p2p_collectives/train_flat.py",
-    "p2p_collectives/train_ddp.py",
-    "rpc_rl/main.py", "rpc_rl/fast.py", "rpc_rnn/main.py", "rpc_rnn/prefetch.py",
-    "rpc_rnn/several_trainers.py", "param_server/main.py", "param_server/batch_update.py",
-    "model_parallel_resnet/main.py", "model_parallel_resnet/early_backward.py",
-    "model_parallel_resnet/single_machine.py",
-    "batch_rl/main.py", "ddp_rpc_hybrid/main.py", "ddp_rpc_hybrid/sharded_table.py",
-    "ddp_rpc_hybrid/sharded_table_dtensor.py", "transformer_parallel/main.py", "transformer_parallel/zero.py",
-    "transformer_parallel/tensor_parallel.py", "transformer_parallel/ring_attention.py",
-    "transformer_parallel/experts.py", "transformer_parallel/mesh.py",
-    "transformer_parallel/recompute.py",
-    "transformer_parallel/pipeline.py",
-]  # fmt: skip
+# All but those whose oracle is another program's.
+PROGRAMS = [f"{name.replace('.', '/')}.py" for name in CHECKS
+            if name not in ("model_parallel_resnet.schedules", "param_server.flat_update")]
 FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
 FILES = sorted(str(path.relative_to(ROOT)) for folder in (*FOLDERS, "common", "benchmarks", "exercises")
                for path in (ROOT / folder).rglob("*.py")
