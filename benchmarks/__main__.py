@@ -15,6 +15,7 @@ then writes the numbers into the pages.
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import statistics
@@ -136,7 +137,8 @@ def finish(name, folder):
     runs = [scalars(metrics, HEADLINES[name][1]) for metrics in runs_in(folder)]
     RESULTS.mkdir(parents=True, exist_ok=True)
     with report.replacing(RESULTS / f"{name}.json") as temporary:
-        temporary.write_text(json.dumps(summary(name, runs), indent=1) + "\n")
+        text = json.dumps(summary(name, runs), indent=1)
+        temporary.write_text(re.sub(r"\[\s+(\S+),\s+(\S+)\s+\]", r"[\1, \2]", text) + "\n")  # ranges
     finished = folder.parent.parent / "finished" / name
     shutil.rmtree(finished, ignore_errors=True)
     finished.parent.mkdir(exist_ok=True)
