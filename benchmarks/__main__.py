@@ -138,7 +138,8 @@ def finish(name, folder):
     RESULTS.mkdir(parents=True, exist_ok=True)
     with report.replacing(RESULTS / f"{name}.json") as temporary:
         text = json.dumps(summary(name, runs), indent=1)
-        temporary.write_text(re.sub(r"\[\s+(\S+),\s+(\S+)\s+\]", r"[\1, \2]", text) + "\n")  # ranges
+        text = re.sub(r"\[\s+(\S+),\s+(\S+)\s+\]", r"[\1, \2]", text)  # a range on one line
+        temporary.write_text(text + "\n")
     finished = folder.parent.parent / "finished" / name
     shutil.rmtree(finished, ignore_errors=True)
     finished.parent.mkdir(exist_ok=True)
