@@ -23,7 +23,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 from common import report
-from common.oracle import Comparison, verdict
+from common.oracle import Comparison, default_dtype, verdict
 from common.recorder import Recorder, copies
 from torch import nn
 
@@ -283,6 +283,7 @@ def hold_table(found: Comparison, rows: list[dict], averages: list[list[float]],
 # --- the command
 
 
+@default_dtype(torch.float64)
 def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float]:
     """Run single_machine.py, and one process; return the differences.
 
@@ -292,8 +293,7 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float]:
     vars(args).update(FLAGS, lr=args.lr / CALM)
     report.log(results.ROLE, f"check: float64, {args.batch_size} images of {SIDE}x{SIDE}, split "
                              f"sizes {args.split_sizes}, 2 rounds of {args.num_batches} steps")
-    usual = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_default_dtype(torch.float64)
+    usual = torch.get_num_threads()
     torch.set_num_threads(1)  # two would wait for each other where the machine is busy
     try:
         found = Comparison("the models on two devices", "an unsplit ResNet50")
@@ -309,5 +309,4 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float]:
         hold_numbers(found, rows, args)
         return verdict(found.as_dict())
     finally:
-        torch.set_default_dtype(usual[0])
-        torch.set_num_threads(usual[1])
+        torch.set_num_threads(usual)
