@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -160,6 +161,11 @@ def _state(pid):
 
 def _session(pid):
     return int(_stat(pid)[3])
+
+
+def png_size(path):
+    """Width and height of a picture, in pixels."""
+    return struct.unpack(">II", path.read_bytes()[16:24])
 
 
 def listening(pids):

@@ -1,7 +1,6 @@
 """Tutorial 6_8, second half."""
 
 import json
-import struct
 import threading
 from argparse import Namespace
 
@@ -16,7 +15,7 @@ from batch_rl.results import finish_training
 from batch_rl.vector import VectorAgent
 from benchmarks import batch_rl as benchmark
 from benchmarks import one_process
-from tests.helpers import commands_in, run, script
+from tests.helpers import commands_in, png_size, run, script
 
 
 class Here:
@@ -132,7 +131,7 @@ def test_compare(tmp_path):
     assert lines[0] == "[agent] observers 1  batched  warm-up"
     assert sum("warm-up episode excluded" in line for line in lines) == 1
     assert lines[-2].startswith("3 observers: ")
-    width, height = struct.unpack(">II", (tmp_path / "outputs/batch_rl/batch_vs_single.png").read_bytes()[16:24])
+    width, height = png_size(tmp_path / "outputs/batch_rl/batch_vs_single.png")
     assert min(width, height) > 300
 
 
@@ -152,7 +151,7 @@ def test_it_learns_and_one_seed_gives_one_training(tmp_path):
     assert first["rewards"][:3] == second["rewards"]
     assert any(reward % 1 for reward in first["rewards"][:3])
     assert first["env_steps"] == first["episodes"] * 100 * 16
-    width, height = struct.unpack(">II", (tmp_path / "learning_curve.png").read_bytes()[16:24])
+    width, height = png_size(tmp_path / "learning_curve.png")
     assert min(width, height) > 300
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -15,7 +14,7 @@ from torch.distributed import rpc
 from param_server import batch_update
 from param_server import batch_update_results as results
 from param_server.flat_update import FlatParameterServer, FlatTrainer
-from tests.helpers import commands_in, run, script
+from tests.helpers import commands_in, png_size, run, script
 
 MAIN = "param_server/batch_update.py"
 SMALL = ["--arch", "resnet18", "--image_size", "32", "--batch_size", "4", "--num_classes", "5"]
@@ -103,7 +102,7 @@ def test_it_learns(tmp_path):
     assert [line.split("  loss ")[0] for line in updates] == [f"[trainer1] update {n}" for n in range(1, 6)]
     assert re.match(r"\[parameter_server\] an update is compute \d+%, transfer \d+%, waiting \d+%; ", spent)
     assert result.stdout.splitlines()[-2].startswith("resnet18, 2 trainers: ")
-    width, height = struct.unpack(">II", (folder / "batch_update.png").read_bytes()[16:24])
+    width, height = png_size(folder / "batch_update.png")
     assert min(width, height) > 300
 
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import statistics
-import struct
 import time
 import warnings
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 from ddp_basic import elastic
 from ddp_basic import main as ddp_basic
-from tests.helpers import end, nothing_left, running, script, torchrun
+from tests.helpers import end, nothing_left, png_size, running, script, torchrun
 
 MAIN, ELASTIC = "ddp_basic/main.py", "ddp_basic/elastic.py"
 DEMOS = ["basic", "checkpoint", "model_parallel"]
@@ -169,7 +168,7 @@ def test_all_wait_for_the_slow_rank(tmp_path, capfd):
     assert min(compute for compute, _ in slow) >= 0.3
     last = capfd.readouterr().out.splitlines()[-2]
     assert re.fullmatch(r"skew on 2 ranks: a step takes \d\S+ s where rank 0 takes 0.3 s longer, .*", last)
-    width, height = struct.unpack(">II", (tmp_path / "skew.png").read_bytes()[16:24])
+    width, height = png_size(tmp_path / "skew.png")
     assert min(width, height) > 300
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.json", "skew.png"]
 

@@ -1,7 +1,6 @@
 """Tutorial 6_9."""
 
 import json
-import struct
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -14,7 +13,7 @@ from torch.distributed.rpc import RRef
 from torch.futures import Future
 
 from ddp_rpc_hybrid import main as hybrid
-from tests.helpers import commands_in, run, script
+from tests.helpers import commands_in, png_size, run, script
 
 
 def parsed(*flags):
@@ -122,6 +121,6 @@ def test_training(tmp_path):
     assert lines[0].startswith("[trainer0] epoch  10  loss ")
     assert lines[-2].startswith("2 trainers: loss 2.")
     assert "(chance 12%)" in lines[-2]
-    width, height = struct.unpack(">II", (tmp_path / "outputs/ddp_rpc_hybrid/loss.png").read_bytes()[16:24])
+    width, height = png_size(tmp_path / "outputs/ddp_rpc_hybrid/loss.png")
     assert min(width, height) > 300
     assert sorted(path.name for path in (tmp_path / "outputs/ddp_rpc_hybrid").iterdir()) == ["loss.png", "metrics.json"]

@@ -7,7 +7,6 @@ import pickle
 import re
 import shutil
 import signal
-import struct
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn import functional
 
 from ddp_basic import fsdp, fsdp_checkpoint, fsdp_memory
+from tests.helpers import png_size
 
 EPOCHS, DIES_IN = 3, 2  # the epoch in which a rank is killed
 HONEST = fsdp.run_worker
@@ -60,7 +60,7 @@ def test_what_a_run_shows(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert err == ""  # a normal run prints no warning
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.json", "sharding.png"]
-    width, height = struct.unpack(">II", (tmp_path / "sharding.png").read_bytes()[16:24])
+    width, height = png_size(tmp_path / "sharding.png")
     assert min(width, height) > 300
     assert metrics["parameters"] == 11 * 128 + 4 * 129 * 128 + 5 * 129
     assert re.fullmatch(r"68,\d{3} parameters on 4 ranks: a rank holds at most 1.09 MB \(replicas\), .*; "

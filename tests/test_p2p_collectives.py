@@ -1,7 +1,6 @@
 """Tutorial 6_4."""
 
 import json
-import struct
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from p2p_collectives import ring_allreduce, train
 from p2p_collectives.data import batches, steps_of_epoch
 from p2p_collectives.ring_allreduce_results import fit, model_seconds
 from p2p_collectives.train import DataPartitioner
-from tests.helpers import commands_in, end, run, running, script
+from tests.helpers import commands_in, end, png_size, run, running, script
 
 README = "p2p_collectives/README.md"
 TRAIN = "p2p_collectives/train.py"
@@ -91,7 +90,7 @@ def test_measured_rows_and_picture(tmp_path, capfd):
                                    "--output_dir", str(tmp_path / "out")])
     assert capfd.readouterr().err == ""
     assert [row["bytes"] for row in metrics["rows"]] == [4096] * 4 + [800000] * 4
-    width, height = struct.unpack(">II", (tmp_path / "out/bandwidth.png").read_bytes()[16:24])
+    width, height = png_size(tmp_path / "out/bandwidth.png")
     assert min(width, height) > 300
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bandwidth.png", "metrics.json"]
 

@@ -4,7 +4,6 @@ import collections
 import itertools
 import json
 import random
-import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +16,7 @@ from param_server import main as param_server
 from param_server.async_server import AsyncParameterServer, AsyncSGD
 from param_server.bounded_server import Bound, BoundedParameterServer, BoundedTrainerNet
 from param_server.data import get_next_batch
-from tests.helpers import commands_in, run, script
+from tests.helpers import commands_in, png_size, run, script
 from tests.test_data import write_mnist
 
 WAYS = {"lock": param_server, "async": async_server}
@@ -250,7 +249,7 @@ def test_it_learns(way, tmp_path):
         assert 0.5 < metrics["staleness"]["mean"] < 1.5  # of N trainers, about N - 1
     assert result.stdout.splitlines()[-2].startswith("digits: test accuracy ")
     for picture in ("loss.png", *(["staleness.png"] if way == "async" else [])):
-        width, height = struct.unpack(">II", (folder / picture).read_bytes()[16:24])
+        width, height = png_size(folder / picture)
         assert min(width, height) > 300
 
 

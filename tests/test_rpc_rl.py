@@ -21,7 +21,7 @@ from torch.distributed import rpc
 from benchmarks import rpc_rl as benchmark
 from rpc_rl import fast
 from rpc_rl import main as rpc_rl
-from tests.helpers import commands_in, end, listening, nothing_left, running, script
+from tests.helpers import commands_in, end, listening, nothing_left, png_size, running, script
 
 # --- what it computes
 
@@ -179,6 +179,6 @@ def test_it_learns_and_what_it_leaves(side_by_side):
     assert lines[-2].startswith(f"CartPole-v1 solved in {metrics['episodes']} episodes: running reward 3")
     ran_on = {"example", "world_size", "device", "backend", "seed", "wall_s", "torch", "python", "cpu_count"}
     assert ran_on < set(metrics)
-    width, height = struct.unpack(">II", (folder / "learning_curve.png").read_bytes()[16:24])
+    width, height = png_size(folder / "learning_curve.png")
     assert min(width, height) > 300
     assert sorted(path.name for path in folder.iterdir()) == ["learning_curve.png", "metrics.json"]

@@ -1,7 +1,6 @@
 """Tutorial 6_4, beyond the ring: collectives in memory that the ranks of one machine share."""
 
 import os
-import struct
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from p2p_collectives import shared_memory
 from p2p_collectives.shared_memory import SharedMemory
 from p2p_collectives.shared_memory_results import require_right
+from tests.helpers import png_size
 
 
 def test_rows_and_picture(tmp_path, capfd):
@@ -22,7 +22,7 @@ def test_rows_and_picture(tmp_path, capfd):
     of_all_reduce = [row for row in metrics["rows"] if row["collective"] == "all_reduce"]
     assert [row["way"] for row in of_all_reduce] == ["gloo", "ring", "shared_memory", "shared_memory_copied"] * 2
     assert [row["vs_gloo"] for row in metrics["rows"] if row["way"] == "gloo"] == [1] * 6
-    width, height = struct.unpack(">II", (tmp_path / "out/collectives.png").read_bytes()[16:24])
+    width, height = png_size(tmp_path / "out/collectives.png")
     assert min(width, height) > 300
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["collectives.png", "metrics.json"]
     assert set(Path("/dev/shm").iterdir()) <= memory
