@@ -25,10 +25,10 @@ def test_killed_at_a_random_moment(program, tmp_path):
     assert outcome != soak.LATE
 
 
-def test_killed_while_it_writes_under_torchrun(tmp_path):
+@pytest.mark.parametrize("program", soak.PROGRAMS, ids=lambda program: program.lesson)
+def test_killed_while_it_writes_under_torchrun(program, tmp_path):
     """What it was writing is gone when torchrun is: the process beside it removes it, before it asks whom to blame."""
-    text = next(program for program in soak.PROGRAMS if program.lesson == "rpc_rnn.main")
-    soak.kill(tmp_path, text, soak.WRITER, "torchrun", random.Random(0))
+    soak.kill(tmp_path, program, soak.WRITER, "torchrun", random.Random(0))
 
 
 @pytest.mark.parametrize("what", soak.REASONS)

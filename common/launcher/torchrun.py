@@ -188,8 +188,11 @@ class Parent:
         worker.remove_leftovers([self.pid], self.args)
 
     def failure(self) -> watch.Failure:
-        """Return how it ended: what torchrun does, it reports itself."""
-        self.remove_leftovers()  # now: torchrun may be over before a verdict is there
+        """Remove what it was writing, and return how it ended: what torchrun does, it reports itself.
+
+        Remove now, and not with the verdict: torchrun may be over before there is one.
+        """
+        self.remove_leftovers()
         if self.stopping:
             return watch.Failure(self.rank, "was stopped", watch.NOTICED)
         return watch.Failure(self.rank, "died; torchrun shows how")
