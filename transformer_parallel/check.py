@@ -53,8 +53,8 @@ class Routed(NamedTuple):
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     """Print what was compared; return `{what: difference}` where it is reported, else None."""
     args.steps, args.program = min(args.steps, STEPS), program.__name__
-    if {*MIXED} & {*args.ways}:
-        args.device = "cpu"  # the oracle's bfloat16 rounds as the kernels of a CPU do
+    if {*MIXED, "plain"} & {*args.ways}:
+        args.device = "cpu"  # whose kernels round as the oracle's bfloat16, and keep what is derived
     return verdict(launch(record, args, program.role_name))
 
 

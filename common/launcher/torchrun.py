@@ -188,7 +188,7 @@ class Parent:
         worker.remove_leftovers([self.pid], self.args)
 
     def failure(self) -> watch.Failure:
-        """Remove what it was writing, and return how it ended: what torchrun does, it reports itself.
+        """Remove what it was writing; return how it ended: what torchrun does, it reports itself.
 
         Remove now, and not with the verdict: torchrun may be over before there is one.
         """
