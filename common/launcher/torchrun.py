@@ -188,9 +188,10 @@ class Parent:
         worker.remove_leftovers([self.pid], self.args)
 
     def failure(self) -> watch.Failure:
-        """Remove what it was writing; return how it ended: what torchrun does, it reports itself.
+        """Remove what it was writing; return how it ended.
 
-        Remove now, and not with the verdict: torchrun may be over before there is one.
+        It is removed now, not with the verdict: torchrun may be over before there is one. What
+        torchrun does itself, such as to stop a rank, it also reports itself.
         """
         self.remove_leftovers()
         if self.stopping:
