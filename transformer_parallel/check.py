@@ -54,7 +54,7 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     """Print what was compared; return `{what: difference}` where it is reported, else None."""
     args.steps, args.program = min(args.steps, STEPS), program.__name__
     if {*MIXED, "plain"} & {*args.ways}:
-        args.device = "cpu"  # whose kernels round as the oracle's bfloat16, and keep what is derived
+        args.device = "cpu"  # whose kernels round as the oracle, and keep what is derived
     return verdict(launch(record, args, program.role_name))
 
 
