@@ -20,7 +20,6 @@ import platform
 import random
 import re
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -122,9 +121,7 @@ def commands(way: str, ranks: int, path: str, flags: list[str]) -> list[list[str
         return [helpers.torchrun(ranks, path, *flags)]
     if way == "local":
         return [helpers.script(path, *flags)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = ["--master_addr", "localhost", "--master_port", probe.getsockname()[1]]
+    where = ["--master_addr", "localhost", "--master_port", helpers.unused_port()]
     return [helpers.script(path, *flags, "--world_size", ranks, "--rank", rank, *where)
             for rank in range(ranks)]
 
@@ -385,7 +382,7 @@ def starts(place: Path) -> None:
             "processes": processes, "temporary files": sorted(os.listdir(tempfile.gettempdir())),
             "open files": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in processes),
             "threads": sum(len(os.listdir(f"/proc/{pid}/task")) for pid in processes),
-            "listening": helpers.listening(processes)})
+            "listening": sorted(helpers.listening(processes))})
     if held[1] != held[-1]:  # the first one may have started the fork server
         raise LostError(f"there are {held[-1]}, after the second start {held[1]}")
 

@@ -3,12 +3,13 @@
 import os
 import re
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 from common.launcher import start
+
+from tests import helpers
 
 start.PRELOAD.append("tests.preload")  # once for all tests, not once in each worker
 # Several runs share the cores, and a process that polls its shared memory would take the time of all others.
@@ -116,9 +117,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def free_port():
     """A port of loopback on which nothing listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return helpers.unused_port()
 
 
 @pytest.fixture

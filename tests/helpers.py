@@ -5,11 +5,14 @@ import os
 import re
 import shlex
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from tests import warm
 
@@ -114,10 +117,30 @@ def descendants(pid):
 
 def workers(process):
     """Process ids of the started ranks, rank 0 first: children of the fork server, or of the launcher itself."""
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(process.pid)}
-    servers = [pid for pid, command in commands.items()
-               if "forkserver" in command + Path(f"/proc/{pid}/comm").read_text()]
-    return children(servers[0]) if servers else [pid for pid, command in commands.items() if "spawn_main" in command]
+    commands = {pid: command_of(pid) for pid in children(process.pid)}
+    servers = [pid for pid, words in commands.items() if "forkserver" in words]
+    return children(servers[0]) if servers else [pid for pid, words in commands.items() if "spawn_main" in words]
+
+
+def command_of(pid):
+    """The command line of a process and its name: what was forked (tests/warm.py) has only the second."""
+    process = psutil.Process(pid)
+    return " ".join([*process.cmdline(), process.name()])
+
+
+def processes(condition):
+    """Those that live and for which `condition(psutil.Process)` holds; what ends meanwhile is not among them."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if condition(process) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def in_folder(folder):
+    """The processes whose TMPDIR is `folder`, or was when they were forked."""
+    return processes(lambda process: process.environ().get("TMPDIR") == str(folder))
 
 
 def nothing_left(process, folder, *beside):
@@ -127,40 +150,16 @@ def nothing_left(process, folder, *beside):
     """
     sessions = {run.pid for run in (process, *beside)}
     deadline = time.monotonic() + SOON_S  # a fork server whose launcher was killed finishes its imports first
-    while alive := [pid for pid in _processes() if _session(pid) in sessions and _state(pid) != "Z"]:
+    while alive := processes(lambda process: os.getsid(process.pid) in sessions):
         assert time.monotonic() < deadline, f"still running: {alive}"
         time.sleep(0.05)
     theirs = ("torchinductor_", "torchelastic_")  # a cache of torch, and the logs of torchrun
     ours = [str(path) for path in (folder / "tmp").iterdir() if not path.name.startswith(theirs)]
     assert ours == [], ours
     assert [path for path in folder.rglob(".*.tmp")] == []
-    while alive := [pid for pid in _processes() if _folder(pid) == folder]:  # beside a rank of torchrun, in its session
+    while alive := processes(lambda process: process.cwd() == str(folder)):  # beside a rank of torchrun, in its session
         assert time.monotonic() < deadline, f"still running: {alive}"
         time.sleep(0.05)
-
-
-def _processes():
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _folder(pid):
-    with contextlib.suppress(OSError):  # gone, or dead
-        return Path(os.readlink(f"/proc/{pid}/cwd"))
-
-
-def _stat(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ["Z", "", "", "-1"]  # gone in the meantime
-
-
-def _state(pid):
-    return _stat(pid)[0]
-
-
-def _session(pid):
-    return int(_stat(pid)[3])
 
 
 def png_size(path):
@@ -169,11 +168,21 @@ def png_size(path):
 
 
 def listening(pids):
-    """The local addresses, as in /proc/net/tcp and tcp6, on which these processes listen."""
-    inodes = set()
+    """Where these processes listen, {(address, port)}; one that has just ended, nowhere."""
+    found = set()
     for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
-    rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
-    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
+        with contextlib.suppress(psutil.Error):
+            found |= {one.laddr for one in psutil.Process(pid).net_connections("inet") if one.status == psutil.CONN_LISTEN}
+    return found
+
+
+def unused_port():
+    """A port of loopback on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def errors_of(stderr):
+    """The lines of a run that say what has ended it."""
+    return [line for line in stderr.splitlines() if line.startswith("error:")]

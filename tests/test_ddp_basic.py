@@ -11,14 +11,22 @@ import socket
 import statistics
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from ddp_basic import elastic
 from ddp_basic import main as ddp_basic
-from tests.helpers import end, nothing_left, png_size, running, script, torchrun
+from tests.helpers import (
+    children,
+    command_of,
+    end,
+    nothing_left,
+    png_size,
+    running,
+    script,
+    torchrun,
+)
 
 MAIN, ELASTIC = "ddp_basic/main.py", "ddp_basic/elastic.py"
 DEMOS = ["basic", "checkpoint", "model_parallel"]
@@ -38,9 +46,7 @@ def parsed(module, folder, *flags):
 def ranks_of(process):
     """Process ids of the ranks under torchrun; none once it has ended."""
     with contextlib.suppress(OSError):
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        return sorted(int(pid) for pid in children if "ddp_basic" in Path(f"/proc/{pid}/cmdline").read_text()
-                      or Path(f"/proc/{pid}/comm").read_text() == "run_as_main\n")  # it was forked: tests/warm.py
+        return sorted(pid for pid in children(process.pid) if re.search("ddp_basic|run_as_main", command_of(pid)))  # tests/warm.py
     return []
 
 

@@ -7,7 +7,7 @@ import pytest
 from common.oracle import Comparison
 
 from p2p_collectives import deadlock, deadlock_check
-from tests.helpers import ROOT, run, script, torchrun
+from tests.helpers import ROOT, errors_of, run, script, torchrun
 
 PROGRAM = "p2p_collectives/deadlock.py"
 
@@ -23,7 +23,7 @@ def test_a_remedy_stands_above_a_line_that_waits(kind):
 def test_under_torchrun(tmp_path):
     """A rank that has failed is named where it failed, not where its process went on to."""
     result = run(torchrun(2, PROGRAM, "--output_dir", tmp_path), tmp_path)
-    [line] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    [line] = errors_of(result.stderr)
     send = re.escape("`dist.send(mine, dst=(rank + 1) % size)`")
     assert len(re.findall(rf"rank \d \(rank\d\) .*? at {PROGRAM}:\d+, {send}", line)) == 2, line
 

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,7 @@ from exercises.costs import waste_in
 from exercises.refusing import reason_to_refuse
 from exercises.verdict import not_yet
 from exercises.words import WORDS, say
-from tests.helpers import SOON_S
+from tests.helpers import SOON_S, in_folder
 from tests.warm import Popen as WarmPopen
 
 PATIENCE = 3.0  # several tests run beside each other
@@ -430,25 +429,13 @@ def test_interrupt_ends_all(tmp_path):
         command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     deadline = time.monotonic() + 60
-    while len(of_folder(tmp_path)) < 3:  # it, the check, its ranks or their server
+    while len(in_folder(tmp_path / "tmp")) < 3:  # it, the check, its ranks or their server
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=SOON_S) == 130
     deadline = time.monotonic() + SOON_S
-    while left := of_folder(tmp_path):
+    while left := in_folder(tmp_path / "tmp"):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
     assert not list((tmp_path / "tmp").iterdir())
-
-
-def of_folder(folder):
-    """The processes whose temporary folder is in this one."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(folder).encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found

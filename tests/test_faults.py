@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from multiprocessing import forkserver
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -25,7 +24,7 @@ from common.launcher import launch, start, watch
 
 from tests import sabotage
 from tests.fault_table import OF_A_RANK, OF_SEVERAL, STANDSTILL
-from tests.helpers import SOON_S
+from tests.helpers import SOON_S, errors_of, processes
 
 TIMEOUT_S = 4.0
 NOTED = 60.0  # seconds, at most: the note comes as soon as every rank has stood still for long enough
@@ -202,7 +201,7 @@ class Run:
         for pause, role, name in self.signals:
             self.noted.wait(pause) if pause == NOTED else time.sleep(pause)
             pid = self.processes[self.roles.index(role)].pid
-            if self.status is None and alive(pid):
+            if self.status is None and processes(lambda process, pid=pid: process.pid == pid):
                 os.kill(pid, getattr(signal, name))
 
 
@@ -483,16 +482,16 @@ def ends(runs, capfd):
     """
     complete(runs)
     out, err = capfd.readouterr()
-    errors = [text for text in err.splitlines() if text.startswith("error:")]
+    lines = errors_of(err)
     patterns = [run.expected() for run in runs]
     for run, expected in zip(runs, patterns, strict=True):
         assert run.status == 1, (run.roles[run.rank], err)
         assert run.seconds < run.row.within_s(run.timeout_s) + run.after_s, (run.fault, run.seconds)
-        found = sum(bool(re.fullmatch(expected, text)) for text in errors)
+        found = sum(bool(re.fullmatch(expected, text)) for text in lines)
         # A line of those who wait names all others, and so matches several patterns.
-        assert found == patterns.count(expected) or (run.row.of_who_waits and found), (expected, errors)
+        assert found == patterns.count(expected) or (run.row.of_who_waits and found), (expected, lines)
         assert not any(process.is_alive() for process in run.processes.values())
-    assert len(errors) == len(runs), err
+    assert len(lines) == len(runs), err
     # The cause's traceback, and no other.
     tracebacks = sum(run.row.traceback for run in runs)
     assert err.count("sabotage") >= tracebacks if tracebacks else "Traceback" not in err, err
@@ -575,7 +574,7 @@ def ended(pid):
 def gone(pids):
     """Assert that none of these processes runs, soon."""
     deadline = time.monotonic() + SOON_S
-    while left := [pid for pid in pids if alive(pid)]:
+    while left := processes(lambda process: process.pid in pids):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
@@ -592,11 +591,3 @@ def wait_for(path):
         assert time.monotonic() < deadline, path
         time.sleep(0.05)
     return path.read_text()
-
-
-def alive(pid):
-    """Whether a process runs; one that waits for its parent to notice its end does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,11 +19,15 @@ from tests.helpers import (
     ROOT,
     SOON_S,
     children,
+    command_of,
     descendants,
+    errors_of,
+    listening,
     nothing_left,
     running,
     script,
     torchrun,
+    unused_port,
     workers,
 )
 from tests.test_faults import PROGRAMS, line, wait_for
@@ -72,7 +75,7 @@ def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_po
             expected = line(rank, roles, fault, stopped=int(way == "manual" and rank_of_run != rank))
             if way == "torchrun" and fault in ("SIGKILL", "SIGSEGV"):
                 expected = rf"error: rank {rank} \({roles[rank]}\) died; torchrun shows how"
-            errors = [text for text in err.splitlines() if text.startswith("error:")]
+            errors = errors_of(err)
             assert len(errors) == 1, err
             assert re.fullmatch(expected, errors[0]), err
             assert run.returncode == 1
@@ -164,12 +167,11 @@ def pid_of(who, run, folder, phase):
     if name in ("launcher", "agent"):
         return run.pid
     if name == "tracker":
-        return next(pid for pid in children(run.pid) if "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text())
+        return next(pid for pid in children(run.pid) if "resource_tracker" in command_of(pid))
     if name == "fork server" and phase == "import":
         return pid_in(folder / "import.in")
     if name == "fork server":
-        return next(pid for pid in children(run.pid) if "forkserver" in "".join(
-            Path(f"/proc/{pid}/{file}").read_text() for file in ("cmdline", "comm")))
+        return next(pid for pid in children(run.pid) if "forkserver" in command_of(pid))
     of_rank = pid_in(folder / f"{phase}{rank}.in")
     return of_rank if name == "rank" else children(of_rank)[0]
 
@@ -182,7 +184,7 @@ def test_fault_beside_the_ranks(way, phase, tmp_path):
         for number, row in enumerate(OF_A_LAUNCHER[way, phase]):
             (folder := tmp_path / f"{number} {row.deeds}").mkdir()
             runs.append((row, folder, [stack.enter_context(running(command, folder))
-                                       for command in in_a_phase(way, phase, folder, _free_port())]))
+                                       for command in in_a_phase(way, phase, folder, unused_port())]))
         for _, folder, _ in runs:
             ranks = ["0", "1"] if phase == "run" or way == "torchrun" else [""]
             for rank in ranks:
@@ -245,7 +247,7 @@ def wrong(row, number, run, out, err):
     err = re.sub(r"(?s)^\n?\*{20,}\n.*?\*{20,} ?\n", "", re.sub(r"(?m)^[WE]\d{4} .*\n", "", err))  # of torchrun
     if "tracker" in row.deeds:  # Python's own
         err = re.sub(r".*resource_tracker: process died unexpectedly, relaunching.*\n(  warnings.warn.*\n)?", "", err)
-    errors = [text for text in err.splitlines() if text.startswith("error:")]
+    errors = errors_of(err)
     as_expected = re.fullmatch(f"error: {line}", errors[0]) if line and len(errors) == 1 else not (line or errors)
     problems = [] if as_expected else [f"printed {err[-1500:]!r}"]
     if status == 130:
@@ -257,24 +259,10 @@ def wrong(row, number, run, out, err):
     return problems + ([f"status {run.returncode}"] if run.returncode != status else [])
 
 
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 # --- strangers
 
 GARBAGE = [b"\x00" * 1000, os.urandom(100_000), b"[" * 60_000 + b"\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
            bytes.fromhex("16030100c8010000c40303") + bytes(200), b'{"rank": 1, "failure": [1, "x", 0, ""]}\n', b"\xff" * 16]
-
-
-def ports(pids):
-    """On which ports of IPv4 these processes listen."""
-    inodes = {os.readlink(entry) for pid in pids for entry in Path(f"/proc/{pid}/fd").iterdir()
-              if entry.is_symlink() and not entry.name.startswith("x")}
-    rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
-    return sorted({int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes})
 
 
 @pytest.mark.parametrize("way", ["local", "manual", "torchrun"])
@@ -285,7 +273,7 @@ def test_strangers(way, tmp_path, free_port):
         for rank in "01":
             wait_for(tmp_path / f"run{rank}.in")
         pids = [pid for run in runs for pid in (run.pid, *descendants(run.pid))]
-        assert (found := ports(pids))
+        assert (found := {port for _, port in listening(pids)})
         slow = []
         for port in found:
             for words in GARBAGE:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.two_machines import Weather, ip, two_machines, why_not
-from tests.helpers import SOON_S, descendants, nothing_left, running, script, torchrun
+from tests.helpers import SOON_S, descendants, errors_of, nothing_left, running, script, torchrun
 
 TIMEOUT_S = 8
 in_turns = pytest.mark.xdist_group("machines in turns")  # beside many others, a healthy rank would be silent, too
@@ -145,10 +145,9 @@ def test_cut_cable(path, for_ever, roles, way, machines, port, tmp_path):
             assert time.monotonic() - cut < TIMEOUT_S + (20 if way == "torchrun" else 10)
             for run, (_, err), unreachable in zip((here, there), ended, (1, 0), strict=True):
                 assert run.returncode == 1
-                errors = [line for line in err.splitlines() if line.startswith("error:")]
                 pattern = rf"error: rank {unreachable} \({roles[unreachable]}\) cannot be reached: no sign of life for"
-                assert len(errors) == 1, err
-                assert re.match(pattern, errors[0]), err
+                assert len(errors_of(err)) == 1, err
+                assert re.match(pattern, *errors_of(err)), err
             nothing_left(here, tmp_path, there)
     finally:
         machines.mend()
@@ -228,10 +227,6 @@ def slowed(machines, lesson, way, port, timeout_s, what="-"):
     return [[*there, *script("tests/sabotage.py", *flags, "--world_size", 2, "--rank", rank, "--output_dir", f"out{rank}",
                              "--master_addr", machines.addresses[0], "--master_port", port)]
             for rank, there in enumerate(of)]
-
-
-def errors_of(err):
-    return [line for line in err.splitlines() if line.startswith("error:")]
 
 
 @in_turns

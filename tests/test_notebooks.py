@@ -16,7 +16,7 @@ import pytest
 from traitlets.config import Config
 
 from tests import warm
-from tests.helpers import ROOT, SOON_S
+from tests.helpers import ROOT, SOON_S, in_folder
 from tests.test_docs import module_of
 from tests.test_layout import FOLDERS
 
@@ -193,19 +193,6 @@ def execute(notebook, folder, limit_s):
     return printed, [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
 
 
-def with_tmpdir(folder):
-    """Process ids and commands of those whose TMPDIR is, or was when they were forked, this folder."""
-    setting, found = f"TMPDIR={folder}".encode(), {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if setting in (entry / "environ").read_bytes().split(b"\0"):
-                    found[entry.name] = (entry / "cmdline").read_text()
-            except OSError:  # ended in the meantime
-                pass
-    return found
-
-
 def runs_quietly(folder, capfd, short, limit_s, server=None):
     """Execute the Japanese tour: all pictures, no warning, no clone, and neither process, but the server, nor file."""
     notebook = as_run(nbformat.read(JAPANESE, as_version=4), short)
@@ -215,7 +202,7 @@ def runs_quietly(folder, capfd, short, limit_s, server=None):
     assert not re.search("warning|deprecated|traceback|error", printed, re.IGNORECASE)
     assert capfd.readouterr() == ("", "")  # the kernel's own
     deadline = time.monotonic() + SOON_S
-    while left := with_tmpdir(folder.parent / "tmp").keys() - {str(server)}:
+    while left := [process for process in in_folder(folder.parent / "tmp") if process.pid != server]:
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.05)
     assert [path for path in (folder.parent / "tmp").iterdir() if not path.name.startswith("torchinductor_")] == []

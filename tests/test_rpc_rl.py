@@ -9,7 +9,6 @@ import struct
 import termios
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,16 @@ from torch.distributed import rpc
 from benchmarks import rpc_rl as benchmark
 from rpc_rl import fast
 from rpc_rl import main as rpc_rl
-from tests.helpers import commands_in, end, listening, nothing_left, png_size, running, script
+from tests.helpers import (
+    commands_in,
+    end,
+    listening,
+    nothing_left,
+    png_size,
+    processes,
+    running,
+    script,
+)
 
 # --- what it computes
 
@@ -111,16 +119,6 @@ def test_defaults_can_solve(tmp_path):
     assert args.gamma == 0.99
 
 
-def session_of(process):
-    """The processes of a run: launcher, fork server and ranks."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):  # no process, or one that has just ended
-            if os.getsid(int(entry.name)) == process.pid:
-                found.append(int(entry.name))
-    return found
-
-
 def read_all(screen, chunks):
     with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
         while chunk := os.read(screen, 4096):
@@ -143,8 +141,8 @@ def side_by_side(tmp_path_factory):
     with running(short, folder, stdout=terminal, stderr=terminal) as one, running(longer, folder) as two:
         os.close(terminal)
         while two.poll() is None:  # from its beginning to its end, whenever that is on a busy machine
-            with contextlib.suppress(OSError):  # a process that has just ended
-                addresses.update(listening(session_of(two)))
+            session = processes(lambda process: os.getsid(process.pid) == two.pid)  # launcher, fork server, ranks
+            addresses |= {address for address, _ in listening(process.pid for process in session)}
             time.sleep(0.1)
         out, err = end(two, within_s=60)
         end(one, within_s=60)
@@ -158,9 +156,8 @@ def side_by_side(tmp_path_factory):
 def test_two_runs_at_once(side_by_side):
     """One shows a bar; one prints lines, and no warning; nobody else can reach them."""
     assert (side_by_side.returncodes, side_by_side.err) == ((0, 0), "")  # a normal run prints no warning
-    ipv6 = {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
     assert side_by_side.addresses  # gloo and RPC do listen,
-    assert side_by_side.addresses <= {"0100007F", *ipv6}  # but only on loopback
+    assert side_by_side.addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}  # but only on loopback
 
     shown = side_by_side.shown
     assert b"20/20" in shown

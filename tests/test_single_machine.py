@@ -5,7 +5,6 @@ import os
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-import pytest
 import torch
 from torch import nn
 
@@ -23,15 +22,6 @@ README = "model_parallel_resnet/README.md"
 CPU_TWICE = [torch.device("cpu")] * 2
 SMALL = ["--batch_size", "4", "--image_size", "33"]
 PICTURES = ["mp_vs_rn.png", "mp_vs_rn_vs_pp.png", "split_size_tradeoff.png"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Of torch in this process: more would only wait for each other where two test processes share two cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def settled(folder, *flags):

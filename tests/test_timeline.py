@@ -8,7 +8,6 @@ import shutil
 import signal
 import struct
 import threading
-import time
 
 import pytest
 from common.launcher import watch
@@ -28,13 +27,7 @@ def spans(*times, kind="forward"):
 
 def test_spans_of_any_thread():
     timeline.start("worker1")
-
-    def work(number):
-        with timeline.span("forward", micro_batch=number):
-            time.sleep(0.01)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    before = time.time()
+    threads = [threading.Thread(target=timeline.add, args=("forward", 0, 1), kwargs={"micro_batch": number}) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -42,14 +35,6 @@ def test_spans_of_any_thread():
     [(role, recorded)] = timeline.recorded().items()
     assert role == "worker1"
     assert sorted(span["labels"]["micro_batch"] for span in recorded) == list(range(8))
-    assert all(before <= span["start"] <= span["end"] - 0.009 for span in recorded)
-
-
-def test_a_span_with_an_error_ends_too():
-    timeline.start("worker1")
-    with contextlib.suppress(KeyError), timeline.span("forward"):
-        raise KeyError
-    assert len(timeline.recorded()["worker1"]) == 1
 
 
 def test_the_last_spans_are_kept():
@@ -69,10 +54,9 @@ def test_idle_share():
 
 
 def test_the_line_of_a_span():
-    """It is that of the `with`, and of the functions that called it; nothing of `common`."""
+    """It is that of the call, and of the functions that called it; nothing of `common`."""
     timeline.start("worker1")
-    with timeline.span("forward"):
-        pass
+    timeline.add("forward", 0, 1)
     [span] = timeline.recorded()["worker1"]
     path, line, function = span["where"][0]
     here = test_the_line_of_a_span.__code__

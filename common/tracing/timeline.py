@@ -1,9 +1,9 @@
 """Per-process timelines: spans of time, recorded in every process, shown at the end of a run.
 
-    timeline.start("worker1")                          in each process, or nothing is recorded
-    with timeline.span("forward", micro_batch=3): ...  in any thread
-    spans = timeline.recorded()                        {"worker1": [...]}: travels over RPC
-    page.save(record, output_dir)                      what merge.merged makes of all processes
+    timeline.start("worker1")                                in each process, or nothing is recorded
+    timeline.add("forward", started, ended, micro_batch=3)   in any thread
+    spans = timeline.recorded()                              {"worker1": [...]}: travels over RPC
+    page.save(record, output_dir)                            what merge.merged makes of them all
 
 The clock is `time.time()`: processes of one machine read the same. Those of several machines differ
 by what NTP leaves between them, often milliseconds: compare only spans of one machine.
@@ -13,10 +13,8 @@ import contextlib
 import functools
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]  # of this repository
 KEPT = 20_000  # spans of a process: the last ones, so that a long training does not fill the memory
 DEPTH = 3  # functions of the lesson that are kept for each span: itself and those that called it
 SUPPORT = ("results.py", "measuring.py")  # they record what happens in the lines that call them
-_NOTHING = contextlib.nullcontext()
 _role, _spans, _also = None, None, None
 
 
@@ -92,23 +89,9 @@ def is_on() -> bool:
     return _spans is not None
 
 
-def span(kind: str, **labels: object) -> AbstractContextManager:
-    """Record the time of a `with` block; the first label is written into the bar."""
-    return _NOTHING if _spans is None else _span(kind, here(), labels)
-
-
-@contextlib.contextmanager
-def _span(kind: str, where: list, labels: dict) -> Iterator[None]:
-    started = time.time()
-    try:
-        yield
-    finally:
-        add(kind, started, time.time(), where, **labels)
-
-
 def add(kind: str, started: float, ended: float, where: list | None = None,
         **labels: object) -> None:
-    """Record what is no `with` block; nothing when off.
+    """Record a span of this process; nothing when off.
 
     Args:
         kind: one of `KINDS`, which have a colour; any other is grey.
