@@ -4,6 +4,7 @@ import statistics
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from common import picture, report
 
@@ -68,14 +69,15 @@ def fit(points: list[tuple[float, float, float]]) -> tuple[float, float] | None:
         Both; or None if the points do not determine them: a single size, or only sizes whose bytes
         cost nothing yet.
     """
-    from scipy.optimize import nnls
-
-    # T = messages * alpha + bytes * 1/beta, each equation divided by its T; no negative results.
-    rows = [(messages / seconds, n_bytes / seconds) for messages, n_bytes, seconds in points]
-    several = len({n_bytes for _, n_bytes, _ in points}) > 1
-    if not several:
+    if len({n_bytes for _, n_bytes, _ in points}) == 1:
         return None
-    (alpha, inverse_beta), _ = nnls(rows, [1.0] * len(rows))
+    # T = messages * alpha + bytes * 1/beta, each equation divided by its T; no negative results.
+    rows = np.array([(messages, n_bytes) for messages, n_bytes, _ in points])
+    rows = rows / [[seconds] for *_, seconds in points]
+    ones = np.ones(len(rows))
+    alpha, inverse_beta = np.linalg.lstsq(rows, ones)[0]
+    if alpha < 0:
+        alpha, inverse_beta = 0.0, np.linalg.lstsq(rows[:, 1:], ones)[0].item()
     return (alpha, 1 / inverse_beta) if inverse_beta > 0 else None
 
 

@@ -1,8 +1,6 @@
 """What the fork server of the tests imports besides torch: all that any lesson needs."""
 
 import gymnasium  # noqa: F401
-import sklearn.datasets  # noqa: F401
-import sklearn.model_selection  # noqa: F401
 from common.vision import import_torchvision
 
 import_torchvision()

@@ -30,7 +30,7 @@ VARIANTS = {  # of programs that join their group
 }
 GROUPS = [program for program in PROGRAMS if program not in VARIANTS
           and (program.startswith(("ddp_basic", "p2p", "transformer")) or "hybrid" in program)]
-PLOTTING = {"matplotlib", "sklearn", "pandas"}
+PLOTTING = {"matplotlib", "pandas"}
 
 
 def imported(tree):

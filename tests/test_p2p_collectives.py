@@ -122,6 +122,11 @@ def test_model_is_recovered():
     assert fit(points) == pytest.approx((1e-4, 2e9))
 
 
+def test_no_model_has_a_negative_cost():
+    alpha, beta = fit([(6, 2**20, 0.1), (6, 2**21, 0.3)])
+    assert (alpha, beta) == (0, pytest.approx(2**20 * (100 + 400 / 9) / (10 + 20 / 3)))
+
+
 def test_no_model_of_one_size():
     assert fit([(6, 2**20, 0.1), (6, 2**20, 0.2)]) is None
     assert fit([(6, 2**20, 0.1), (6, 2**21, 0.1 / 4)]) is None  # more bytes in less time

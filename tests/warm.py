@@ -29,8 +29,7 @@ from multiprocessing import util
 from pathlib import Path
 
 PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch.distributed.run", "torch._dynamo",
-           "gymnasium", "matplotlib.figure", "matplotlib.backends.backend_agg", "sklearn.datasets",
-           "sklearn.model_selection"]
+           "gymnasium", "matplotlib.figure", "matplotlib.backends.backend_agg"]
 CLONE_NEWNET = 0x40000000  # of sched.h
 PR_SET_NAME = 15  # of prctl.h
 
