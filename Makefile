@@ -19,6 +19,7 @@ BIN := .venv/bin
 
 demo: .venv/ready
 	$(BIN)/python rpc_rl/main.py --world_size 3
+	@echo "next: . .venv/bin/activate, and then, for example, python p2p_collectives/main.py"
 
 quick: .venv/ready
 	$(BIN)/python -m pytest -m quick
@@ -62,7 +63,8 @@ docs-check: .venv/ready
 
 .venv/ready: requirements.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
+	@echo "Installing into .venv: a minute with the CPU build of torch, several with the CUDA build (README.md)"
+	@$(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check -r requirements.txt -c constraints.txt
 	touch $@
 
 clean:

@@ -166,7 +166,7 @@ class Agent:
         return future_action
 
     def run_episode(self, batch: bool) -> float:
-        """Let all observers make their steps at the same time; return the mean of their rewards."""
+        """Let all observers make their steps at the same time; return their mean first length."""
         self.saved_log_probs = [] if batch else [[] for _ in self.ob_rrefs]
         self.states, self.future_actions = {}, torch.futures.Future()
         futs = []

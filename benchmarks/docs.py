@@ -109,8 +109,9 @@ WORDS = {  # column titles and cells of the tables
            "ranks": "{n} ranks: {size}", "ring": "ring", "shared_memory": "shared memory",
            "shared_memory_copied": "shared memory, copied there and back", "mpi": "Open MPI",
            "replay": "**Message by message.** `python -m common.tracing {flags}` writes "
-                     "`replay.html`, which shows for each\nmessage the line that sent it and what "
-                     "every process waits for ([a recorded run]({link}); the site plays it)."},
+                     "`replay.html` beside its results. It shows for each\nmessage the line that "
+                     "sent it and what every process waits for ([a recorded run]({link}), played in the site of "
+                     "`make site`)."},
     "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点",
            "left_out": "省略：",
            "to_a_rank": "ランク1（role1）に起きること", "within": "終了まで",
@@ -125,9 +126,9 @@ WORDS = {  # column titles and cells of the tables
            "others": "ほかのターミナル：", "comma": "、",
            "ranks": "{n}ランク：{size}", "ring": "リング", "shared_memory": "共有メモリー",
            "shared_memory_copied": "共有メモリー（コピーあり）", "mpi": "Open MPI",
-           "replay": "**1通ずつたどる。** `python -m common.tracing {flags}`が作る`replay.html`を"
-                     "ブラウザーで開くと、\nメッセージごとに、送った行と、各プロセスが何を待っているかが分かります"
-                     "（[記録の例]({link})。サイトでは、そのまま再生できます）。"},
+           "replay": "**1通ずつたどる。** `python -m common.tracing {flags}`が結果の"
+                     "フォルダーに作る`replay.html`をブラウザーで開くと、\nメッセージごとに、送った行と、各プロセスが何を待っているかが分かります"
+                     "（[記録の例]({link})。`make site`で作るサイトでは、そのまま再生できます）。"},
 }
 
 
