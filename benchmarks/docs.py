@@ -110,8 +110,8 @@ WORDS = {  # column titles and cells of the tables
            "shared_memory_copied": "shared memory, copied there and back", "mpi": "Open MPI",
            "replay": "**Message by message.** `python -m common.tracing {flags}` writes "
                      "`replay.html` beside its results. It shows for each\nmessage the line that "
-                     "sent it and what every process waits for ([a recorded run]({link}), played in the site of "
-                     "`make site`)."},
+                     "sent it and what every process waits for ([a recorded run]({link}), played "
+                     "in the site of `make site`)."},
     "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点",
            "left_out": "省略：",
            "to_a_rank": "ランク1（role1）に起きること", "within": "終了まで",

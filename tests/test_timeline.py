@@ -7,11 +7,14 @@ import re
 import shutil
 import signal
 import struct
+import sys
 import threading
 
 import pytest
 from common.launcher import watch
 from common.tracing import cells, merge, messages, page, record, timeline
+
+from tests.helpers import SOON_S, run, running
 
 
 @pytest.fixture(autouse=True)
@@ -197,6 +200,21 @@ def test_traced(program, tmp_path):
     assert (tmp_path / "replay.html").exists()
     assert not (tmp_path / record.RECORD).exists()
     require_flows(tmp_path)
+
+
+@pytest.mark.parametrize("program", ["p2p_collectives/train.py --epochs 1", "rpc_rnn/main.py --epochs 1 --batch_size 400"])
+def test_several_machines(program, tmp_path, free_port):
+    """Without a folder that all ranks see, each sends its record to rank 0 when it leaves."""
+    lesson, *flags = program.split()
+    commands = [[sys.executable, "-m", "common.tracing", str(timeline.ROOT / lesson), *flags, "--world_size", "2", "--rank", str(rank),
+                 "--master_addr", "localhost", "--master_port", str(free_port), "--output_dir", str(tmp_path / str(rank))]
+                for rank in range(2)]
+    with running(commands[1], tmp_path) as there:
+        result = run(commands[0], tmp_path)
+        assert (result.returncode, there.wait(SOON_S)) == (0, 0), result.stderr
+    assert kinds(tmp_path / "0") == TRACED[lesson][1]
+    require_flows(tmp_path / "0")
+    assert not list(tmp_path.glob(f"?/{record.RECORD}"))
 
 
 def test_traced_bad_input(refused):
