@@ -139,8 +139,8 @@ def processes(condition):
 
 
 def in_folder(folder):
-    """The processes whose TMPDIR is `folder`, or was when they were forked."""
-    return processes(lambda process: process.environ().get("TMPDIR") == str(folder))
+    """The processes whose environment names `folder`, as their TMPDIR for one, or did when they were forked."""
+    return processes(lambda process: any(str(folder) in value for value in process.environ().values()))
 
 
 def nothing_left(process, folder, *beside):

@@ -1,6 +1,7 @@
 """The pages: their commands, links, numbers, maps and tests exist, and both languages say the same."""
 
 import ast
+import functools
 import importlib
 import re
 import shlex
@@ -21,6 +22,7 @@ def module_of(path):
     return importlib.import_module(name if (ROOT / path).exists() else f"{name}.__main__")
 
 
+@functools.cache
 def documented():
     """Every `python X.py ...`, `python -m X ...` and `torchrun ... X.py ...`, once: (script, flags)."""
     found = {}

@@ -1,6 +1,7 @@
 """The oracle of this folder: one process that has the whole model and the whole batch.
 
-Every program trains in each of its ways, in float64, in its own processes. After each step, what
+Every program trains in each of its ways, in float64, in its own processes; the model is a third as
+wide as theirs, which leaves a ninth of the numbers, of the same kinds. After each step, what
 the ranks hold of gradients and weights is put together here, however that way has cut it, and held
 against that process; what they have sent and what they keep, against formulas. The ways that
 compute in bfloat16 are held in float32, see `hold_mixed_precision`.
@@ -34,6 +35,7 @@ from transformer_parallel.model import Shape, Transformer
 TOLERANCE, WHY = 1e-9, "float64 sums in another order"
 MIXED = ("bf16", "autocast")  # checked in float32: autocast leaves float64 as it is
 IN_FLOAT32 = 1e-6, "float32 rounding, not bfloat16's"
+UNITS = 48  # of the model: like its 144, they divide by 12 heads and by 2, 3 and 4 ranks
 STEPS = 2  # the second one needs what the first has left: moments, vectors, what was moved
 FLOAT64 = 8  # bytes
 NOT_DERIVED = ("dtensor", "torch", "moved", "pipelining")  # torch decides what is sent and held
@@ -60,6 +62,7 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
 
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the program, recorded; return the findings on rank 0."""
+    Shape.__new__.__defaults__ = Shape(units=UNITS)  # here, and wherever the program makes one
     torch.set_default_dtype(torch.float64)
     # It would tell on each rank how `copied` could fetch parts that are cut twice in fewer calls.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
