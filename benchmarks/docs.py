@@ -127,7 +127,7 @@ WORDS = {  # column titles and cells of the tables
            "ranks": "{n}ランク：{size}", "ring": "リング", "shared_memory": "共有メモリー",
            "shared_memory_copied": "共有メモリー（コピーあり）", "mpi": "Open MPI",
            "replay": "**1通ずつたどる。** `python -m common.tracing {flags}`が結果の"
-                     "フォルダーに作る`replay.html`をブラウザーで開くと、\nメッセージごとに、送った行と、各プロセスが何を待っているかが分かります"
+                     "フォルダーに作る`replay.html`をブラウザーで開くと、\nメッセージごとに、それを送ったコードの行と、各プロセスが何を待っているかが分かります"
                      "（[記録の例]({link})。`make site`で作るサイトでは、そのまま再生できます）。"},
 }
 
