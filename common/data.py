@@ -106,13 +106,11 @@ def load_data(args: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]:
 
 
 def _digits() -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    halves = []
     with numpy.load(DIGITS) as file:
-        for half in ("train", "test"):
-            images = torch.from_numpy(file[f"{half}_images"]).unsqueeze(1).float() / 16
-            images = F.interpolate(images, size=(28, 28), mode="bilinear", align_corners=False)
-            halves.append((images, torch.from_numpy(file[f"{half}_labels"]).long()))
-    return tuple(halves)
+        arrays = {name: torch.from_numpy(array) for name, array in file.items()}
+    return tuple((F.interpolate(arrays[f"{half}_images"].unsqueeze(1).float() / 16, size=28,
+                                mode="bilinear", align_corners=False),
+                  arrays[f"{half}_labels"].long()) for half in ("train", "test"))
 
 
 def _mnist(folder: Path) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:

@@ -30,7 +30,6 @@ import torch.distributed.autograd as dist_autograd
 from torch import nn
 from torch.nn.modules import module as every_module
 from torch.optim import optimizer as every_optimizer
-from torch.utils.hooks import RemovableHandle
 
 
 class Recorder(contextlib.ExitStack):
@@ -61,18 +60,18 @@ class Recorder(contextlib.ExitStack):
     def on_forward(self, before: Callable | None = None, after: Callable | None = None) -> None:
         """Call `before(module, inputs)` and `after(module, inputs, output)`: of every module."""
         if before:
-            self._hooked(every_module.register_module_forward_pre_hook(before))
+            self.callback(every_module.register_module_forward_pre_hook(before).remove)
         if after:
-            self._hooked(every_module.register_module_forward_hook(after))
+            self.callback(every_module.register_module_forward_hook(after).remove)
 
     def on_step(self, before: Callable | None = None, after: Callable | None = None) -> None:
         """Call `before(optimizer)` and `after(optimizer)` at each step: of every optimizer."""
         if before:
-            self._hooked(every_optimizer.register_optimizer_step_pre_hook(
-                lambda optimizer, *_: before(optimizer)))
+            self.callback(every_optimizer.register_optimizer_step_pre_hook(
+                lambda optimizer, *_: before(optimizer)).remove)
         if after:
-            self._hooked(every_optimizer.register_optimizer_step_post_hook(
-                lambda optimizer, *_: after(optimizer)))
+            self.callback(every_optimizer.register_optimizer_step_post_hook(
+                lambda optimizer, *_: after(optimizer)).remove)
 
     def on_context(self, after: Callable[[int, tuple[float, float]], Any]) -> None:
         """Call `after(context_id, (entered, left))` at the end of each context of dist autograd.
@@ -92,10 +91,6 @@ class Recorder(contextlib.ExitStack):
                 super().__exit__(*error)
 
         self.put(dist_autograd, "context", Context)
-
-    def _hooked(self, handle: RemovableHandle) -> None:
-        self.callback(handle.remove)
-
 
 class Barriers:
     """Notes who comes to each `dist.barrier()`, from now on; they are numbered from 1.

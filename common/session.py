@@ -87,6 +87,15 @@ def device_for(choice: str) -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
+def device_of_group(args: Namespace) -> torch.device:
+    """Return a GPU where each rank has one of its own, with nccl; else the CPU, for gloo.
+
+    Every machine decides for itself: where one has too few GPUs, all need `--device cpu`.
+    """
+    device = device_for(args.device)
+    return torch.device("cpu") if backend_for(device) == "gloo" else device
+
+
 def backend_for(device: torch.device | str) -> str:
     """Choose `nccl` where every rank of this machine has a GPU of its own, else `gloo`."""
     own_gpu = (torch.device(device).type == "cuda"

@@ -36,7 +36,7 @@ import torch.distributed.checkpoint as dcp
 from common import report
 from common.cli import Parser, bounded, ranks_here, refuse, require_memory
 from common.program import run_program
-from common.session import backend_for, device_for, group_options
+from common.session import device_of_group, group_options
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -145,7 +145,7 @@ def train(rank: int, world_size: int, sharding: str, args: argparse.Namespace) -
         What this rank has measured: `memory.bytes_held`, the `seconds` of each step, the bytes
         `sent` in a step (None where unknown); and the `history` of all ranks, epoch by epoch.
     """
-    device = device_of_ranks(args)
+    device = device_of_group(args)
     model, optimizer = WAYS[sharding](build_model(args).to(device), device, args)
     history = resume(model, optimizer, args) if args.resumed else []
     inputs, labels = (tensor.to(device) for tensor in toy_samples(0, args))
@@ -175,15 +175,9 @@ def train(rank: int, world_size: int, sharding: str, args: argparse.Namespace) -
             "sent": None if sent is None else sent / len(seconds)}
 
 
-def device_of_ranks(args: argparse.Namespace) -> torch.device:
-    """Return a GPU where each rank has one of its own, with nccl; else the CPU, with gloo."""
-    device = device_for(args.device)
-    return torch.device("cpu") if backend_for(device) == "gloo" else device
-
-
 def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Join, train in each way that was chosen, leave; rank 0 returns the metrics."""
-    dist.init_process_group(**group_options(args, device_of_ranks(args)), rank=rank,
+    dist.init_process_group(**group_options(args, device_of_group(args)), rank=rank,
                             world_size=world_size)
     backend, measured = dist.get_backend(), {}
     for sharding in WAYS if args.sharding == "all" else [args.sharding]:

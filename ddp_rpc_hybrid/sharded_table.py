@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from common.cli import Parser
 from common.program import run_program
-from common.session import backend_for, device_for, group_options
+from common.session import device_of_group, group_options
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -139,16 +139,10 @@ class ShardedModel(nn.Module):
         return self.fc(self.table(indices, offsets))
 
 
-def device_of_trainer(args: Namespace) -> torch.device:
-    """Return a GPU if each trainer has its own: gloo, with which they share one, needs the CPU."""
-    device = device_for(args.device)
-    return torch.device("cpu") if backend_for(device) == "gloo" else device
-
-
 def train(rank: int, world_size: int, args: Namespace,
           table_class: type[nn.Module] = AllToAllTable) -> dict:
     """Train this rank's part of the model; return the metrics of this trainer."""
-    device = device_of_trainer(args)
+    device = device_of_group(args)
     model = ShardedModel(rank, world_size, device, args, table_class)
     # Each rank steps what it has: its rows, and its replica of the Linear.
     opt = optim.SGD(model.parameters(), lr=args.lr, foreach=False)  # a DTensor beside tensors
@@ -176,7 +170,7 @@ def train(rank: int, world_size: int, args: Namespace,
 def run_worker(rank: int, world_size: int, args: Namespace,
                table_class: type[nn.Module] = AllToAllTable) -> dict | None:
     """Join, train, leave; return the metrics of all trainers on rank 0."""
-    dist.init_process_group(**group_options(args, device_of_trainer(args)), rank=rank,
+    dist.init_process_group(**group_options(args, device_of_group(args)), rank=rank,
                             world_size=world_size)
     trainers = [None] * world_size
     dist.all_gather_object(trainers, train(rank, world_size, args, table_class))

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from common.cli import Parser, given, refuse
 from common.program import run_program
-from common.session import backend_for, device_for, group_options
+from common.session import device_of_group, group_options
 from torch import nn, optim
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -62,12 +62,6 @@ SCHEDULES = {"gpipe": (ScheduleGPipe, [[0], [1]]), "1f1b": (Schedule1F1B, [[0], 
              "zero_bubble_v": (ScheduleZBVZeroBubble, V)}
 
 
-def device_of_stage(args: argparse.Namespace) -> torch.device:
-    """Choose a GPU if each stage has one: gloo, which also shares one, sends from the CPU."""
-    device = device_for(args.device)
-    return torch.device("cpu") if backend_for(device) == "gloo" else device
-
-
 def layers_of(stage: int, num_stages: int, args: argparse.Namespace,
               device: torch.device) -> nn.Sequential:
     """Make the layers of a stage, a half or a quarter of the model, from a tensor to a tensor."""
@@ -90,7 +84,7 @@ class Pipeline:
         self.schedule_class, places = SCHEDULES[args.schedule]
         self.num_stages, self.stages = sum(map(len, places)), places[rank]
         self.has_loss = self.num_stages - 1 in self.stages
-        self.device = device_of_stage(args)
+        self.device = device_of_group(args)
         self.models = nn.ModuleList(layers_of(stage, self.num_stages, args, self.device)
                                     for stage in self.stages)
         self.opt = optim.SGD(self.models.parameters(), lr=args.lr)
@@ -137,7 +131,7 @@ def role_name(rank: int, world_size: int) -> str:
 def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Train with all numbers of micro-batches in turns; with the loss, return the metrics."""
     record_stages(role_name(rank, world_size), PipelineStage)  # the table's idle times
-    dist.init_process_group(**group_options(args, device_of_stage(args)), rank=rank,
+    dist.init_process_group(**group_options(args, device_of_group(args)), rank=rank,
                             world_size=world_size)
     pipeline = Pipeline(rank, args)
     batches = Batches(STAGES[rank], args, show=pipeline.has_loss)
@@ -175,7 +169,7 @@ def require_stages(args: argparse.Namespace, schedules: Iterable[str]) -> None:
 def finish(metrics: dict, args: argparse.Namespace) -> dict:
     """Print, write and draw as main.py does."""
     if metrics["backend"] == "gloo":
-        args.device = "cpu"  # where the stages were: see `device_of_stage`
+        args.device = "cpu"  # where the stages were: see `device_of_group`
     return results.finish(metrics, args, args.schedule, STAGES, metrics["backend"])
 
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from common.cli import Parser
 from common.program import run_program
-from common.session import backend_for, device_for, group_options
+from common.session import device_of_group, group_options
 
 from p2p_collectives import results
 
@@ -193,9 +193,7 @@ DEMOS = {"blocking": run_blocking, "nonblocking": run_nonblocking, "all_reduce":
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the demos; rank 0 collects everyone's outcomes and returns them."""
-    device = device_for(args.device)
-    if backend_for(device) == "gloo":
-        device = torch.device("cpu")  # gloo sends and receives main memory only
+    device = device_of_group(args)
     dist.init_process_group(**group_options(args, device), rank=rank, world_size=world_size)
     operations, backend = [], dist.get_backend()
     for name in DEMOS if args.demo == "all" else [args.demo]:

@@ -218,7 +218,7 @@ def test_several_machines(program, tmp_path, free_port):
 
 
 def test_traced_bad_input(refused):
-    for path in (timeline.ROOT / "rpc_rl/check.py", timeline.ROOT / "nowhere/main.py", "main.py"):
+    for path in (timeline.ROOT / "rpc_rl/check.py", timeline.ROOT / "nowhere/main.py", timeline.ROOT / "benchmarks/rpc_rl.py", "main.py"):
         refused(record.main, [str(path), "--max_episodes", "1"], ["program of a lesson"])
     refused(record.main, [], ["program of a lesson"])
 

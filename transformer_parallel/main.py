@@ -29,7 +29,7 @@ import torch.distributed as dist
 from common import report
 from common.cli import Parser, bounded, refuse, require_memory
 from common.program import run_program
-from common.session import backend_for, device_for, group_options
+from common.session import device_of_group, group_options
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -203,7 +203,7 @@ def train(rank: int, world_size: int, make_way: type[Way], args: Namespace) -> d
         them this rank has only waited for gradients; of the last step, what it has sent, and what
         this rank holds at the end of backward.
     """
-    device = device_of_ranks(args)
+    device = device_of_group(args)
     # Each rank makes the whole model, also where it then keeps a part. One that no rank could hold
     # would be made on torch's device "meta", and each rank would fill in its part.
     torch.manual_seed(args.seed)  # the same weights on all ranks
@@ -224,19 +224,10 @@ def train(rank: int, world_size: int, make_way: type[Way], args: Namespace) -> d
     return {"losses": losses, **meter.measured(), "figures": way.figures()}
 
 
-def device_of_ranks(args: Namespace) -> torch.device:
-    """Return a GPU where each rank has one of its own, with nccl; else the CPU, with gloo.
-
-    Every machine decides for itself: where one has too few GPUs, all need `--device cpu`.
-    """
-    device = device_for(args.device)
-    return torch.device("cpu") if backend_for(device) == "gloo" else device
-
-
 def run_worker(rank: int, world_size: int, args: Namespace,
                ways: Mapping[str, type[Way]] = WAYS) -> dict | None:
     """Join, train in each way, leave; rank 0 returns what all have measured."""
-    dist.init_process_group(**group_options(args, device_of_ranks(args)), rank=rank,
+    dist.init_process_group(**group_options(args, device_of_group(args)), rank=rank,
                             world_size=world_size)
     if rank == 0 and args.device == "cuda" and dist.get_backend() == "gloo":
         report.log("rank0", "there is no GPU for each rank: on the CPU")

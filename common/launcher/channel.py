@@ -140,16 +140,12 @@ class Board:
             raise reply
         return reply
 
-    def exchange(self, **changes: object) -> bool:
+    def exchange(self) -> bool:
         """Write the own status and read all keys; return False if the store does not answer.
-
-        Args:
-            changes: what is new in the own status.
 
         Raises:
             LostError: the store is gone.
         """
-        self.status |= changes
         try:
             texts = self._read()
         except RuntimeError:

@@ -1,6 +1,5 @@
 """The processes of a local run, or the one of a manual launch: started, watched over, ended."""
 
-import contextlib
 import multiprocessing
 import os
 import shutil
@@ -79,7 +78,9 @@ def _start_and_watch(run_worker: Callable, args: Namespace, names: list[str]) ->
             processes.start(run_worker, ranks, init_method, interruption)
             verdict = launcher.watch(processes.by_rank, interruption)
             # Before this launcher leaves: then that of rank 0, which serves the store, may end.
-            results = [] if verdict else read_results(launcher, store, ranks)
+            results = [] if verdict else [
+                channel.read_result(store, rank, pieces) for rank in ranks
+                if (pieces := launcher.status(rank)["pieces"])]
         except channel.LostError:
             verdict = launcher.of_lost_store()
         except KeyboardInterrupt:
@@ -99,12 +100,6 @@ def _start_and_watch(run_worker: Callable, args: Namespace, names: list[str]) ->
             watch.report(verdict, names, len([rank for rank in ranks if rank != verdict.rank]))
             raise SystemExit(1)
     return results[0] if results else None
-
-
-def read_results(launcher: watch.Launcher, store: dist.Store, ranks: list[int]) -> list[dict]:
-    """Return what those of `ranks` have written that have a result."""
-    pieces = {rank: launcher.status(rank)["pieces"] for rank in ranks}
-    return [channel.read_result(store, rank, count) for rank, count in pieces.items() if count]
 
 
 class CannotStartError(Exception):
@@ -131,33 +126,26 @@ def _meet(args: Namespace, names: list[str],
             within `--timeout` and a few seconds.
         KeyboardInterrupt: if `interruption` comes first.
     """
-    keys = [f"rank/{rank}" for rank in range(args.world_size)]
     if args.rank is None:
         listener = network.listen("localhost", 0)
         host, port, join_s = *listener.getsockname(), None
     else:
         host, port = network.address_of(args.master_addr), args.master_port
-        join_s = args.timeout + IMPORT_S
-        keys += [f"launcher/{rank}" for rank in range(1, args.world_size)]
-    init_method = f"tcp://{host}:{port}"
-    if args.rank:
-        store = _connect(host, port, join_s, interruption)
-        if store is None:
-            print(f"error: rank 0 cannot be reached: {args.master_addr}:{port} has not answered "
-                  f"for {join_s:g} s", file=sys.stderr, flush=True)
-            raise SystemExit(1)
-        board = channel.Board(store, [f"rank/{args.rank}", "verdict"], f"launcher/{args.rank}")
-        return store, init_method, watch.Follower(board, args.rank, args.timeout)
+        listener, join_s = None, args.timeout + IMPORT_S
     if args.rank == 0:
         try:
             listener = network.listen(args.master_addr, port)
         except OSError as error:
             refuse(f"--master_port {port} cannot be opened on {args.master_addr} "
                    f"({os.strerror(error.errno).lower()}); give another port to all ranks")
-    store = channel.open_store(host, port, listener)
-    channel.prepare(store, args.world_size)
-    board = channel.Board(store, keys)
-    return store, init_method, watch.Decider(board, names, args.timeout, join_s)
+    if listener is not None:
+        store = channel.open_store(host, port, listener)
+    elif (store := _connect(host, port, join_s, interruption)) is None:
+        print(f"error: rank 0 cannot be reached: {args.master_addr}:{port} has not answered "
+              f"for {join_s:g} s", file=sys.stderr, flush=True)
+        raise SystemExit(1)
+    launcher = watch.launcher_of(args.rank, store, names, args.timeout, join_s)
+    return store, f"tcp://{host}:{port}", launcher
 
 
 def _connect(host: str, port: int, seconds: float,
@@ -392,7 +380,8 @@ def run_rank(index: int, run_worker: Callable, args: Namespace, ranks: list[int]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     launcher = multiprocessing.parent_process().sentinel
     host, _, port = init_method.removeprefix("tcp://").rpartition(":")
-    heartbeat = worker.Heartbeat(ranks[index], worker.unwatched_by(launcher), args)
+    heartbeat = worker.Heartbeat(
+        ranks[index], lambda seconds: bool(connection.wait([launcher], seconds)), args)
     heartbeat.start()
     try:
         store = channel.join_store(host, int(port))
@@ -454,6 +443,6 @@ class Interruption:
         for signum, handler in self.handlers.items():
             # A second SIGTERM must not kill us on the way out.
             signal.signal(signum, signal.SIG_IGN if self.told_to_end else handler)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.close(self.reader)
             os.close(self.writer)

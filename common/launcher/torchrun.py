@@ -209,16 +209,9 @@ def watch_over(parent: Parent, args: Namespace, names: list[str], neighbours: ra
         signal.signal(signum, stop)  # torchrun stops the rank; we end after it
     environment.wake_with_parent()
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    me, keys = parent.rank, [f"rank/{rank}" for rank in range(args.world_size)]
-    store = channel.open_store(*address, listener)
-    if me == 0:
-        channel.prepare(store, args.world_size)
-        keys += [f"launcher/{rank}" for rank in range(1, args.world_size)]
-        launcher = watch.Decider(channel.Board(store, keys), names, args.timeout,
+    me = parent.rank
+    launcher = watch.launcher_of(me, channel.open_store(*address, listener), names, args.timeout,
                                  max(args.timeout, watch.START_S))
-    else:
-        board = channel.Board(store, [f"rank/{me}", "verdict"], f"launcher/{me}")
-        launcher = watch.Follower(board, me, args.timeout)
 
     def beat():
         with contextlib.suppress(OSError):

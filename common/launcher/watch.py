@@ -22,7 +22,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from common.launcher.channel import BEAT_S, Board, LostError
+import torch.distributed as dist
+from common.launcher.channel import BEAT_S, Board, LostError, prepare
 
 ROOT = Path(__file__).resolve().parents[2]  # of this repository
 GRACE_S = 4.0  # how long to look for the rank to blame, when others have only noticed its end
@@ -248,7 +249,7 @@ class Decider(Launcher):
         """Return the failure to blame when the store is gone, which this very process serves."""
         return Failure(None, "the store of this run has ended")
 
-    def silent(self, seconds: float) -> list[Failure]:
+    def silences(self, seconds: float) -> list[Failure]:
         """Return the failures of those that have been silent for so long, or have not come."""
         found = []
         for rank in self.ranks:
@@ -273,7 +274,7 @@ class Decider(Launcher):
     def verdict(self) -> Failure | None:
         """Return the failure to blame, as soon as it is known."""
         self.note_standstill()
-        found = [*self.failures.values(), *self.silent(self.limit_s)]
+        found = [*self.failures.values(), *self.silences(self.limit_s)]
         if not found:
             return None
         now = time.monotonic()
@@ -281,7 +282,7 @@ class Decider(Launcher):
         if blamed.kind <= SILENCE:
             return blamed
         # Somebody has noticed an end, or has waited in vain: who is silent, or was just now?
-        for failure in (*self.silent(SUSPECT_S), *self.were_silent()):
+        for failure in (*self.silences(SUSPECT_S), *self.were_silent()):
             self.suspects.setdefault(failure.rank, failure)
         if now - self.since < GRACE_S:
             return None
@@ -346,3 +347,21 @@ class Decider(Launcher):
                 or self.heard.age(f"launcher/{rank}") > SUSPECT_S for rank in self.followers):
             time.sleep(BEAT_S / 10)
             self.board.exchange()
+
+
+def launcher_of(rank: int | None, store: dist.Store, names: Sequence[str], timeout: float,
+                join_s: float | None = None) -> Launcher:
+    """Return who watches over a rank; of rank 0, or of all, the store is prepared for the others.
+
+    Args:
+        rank: None if one launcher watches over all.
+        store: of `channel.open_store`.
+        names, timeout, join_s: see `Decider`.
+    """
+    if rank:
+        board = Board(store, [f"rank/{rank}", "verdict"], f"launcher/{rank}")
+        return Follower(board, rank, timeout)
+    prepare(store, len(names))
+    keys = [f"rank/{one}" for one in range(len(names))]
+    keys += [f"launcher/{one}" for one in range(1, len(names)) if join_s]
+    return Decider(Board(store, keys), names, timeout, join_s)

@@ -29,10 +29,10 @@ LONGEST = 100_000  # characters of a traceback that are sent
 IN_WORDS = ("NotSavedError", "NotFiniteError")  # of common.checkpoint and common.report
 
 # How torch says that another process is gone, and that it has not answered.
-NOTICED = re.compile(
+SAYS_GONE = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Tt]imed ?out|timeout|tensorpipe|gloo|NCCL|RPCErr|"
     r"Broken pipe|\beof\b|failed to connect|rendezvous|Socket|store")
-WAITED = re.compile(r"[Tt]imed ?out|timeout")
+SAYS_WAITED = re.compile(r"[Tt]imed ?out|timeout")
 # How an exception that came over RPC names the worker where it was raised; the traceback follows.
 ORIGIN = re.compile(
     r"On WorkerInfo\(id=(?P<rank>\d+), name=[\w:-]+\):\s*(?P<kind>\w+)\((?P<message>.*)")
@@ -199,13 +199,6 @@ def cpu_time(thread: int) -> int | None:
     return time.clock_gettime_ns(time.pthread_getcpuclockid(thread))
 
 
-def unwatched_by(launcher: int) -> Callable[[float], bool]:
-    """Return the `unwatched` of a rank whose launcher is a process with this sentinel."""
-    poll = select.poll()
-    poll.register(launcher, select.POLLIN)
-    return lambda seconds: bool(poll.poll(1000 * seconds))
-
-
 def watch_calls(heartbeat: Heartbeat) -> None:
     """Count the calls of other ranks, and let `sys.exit()` in one of them end this rank.
 
@@ -275,10 +268,10 @@ def failure_of(rank: int, error: BaseException, timeout: float) -> watch.Failure
     if kind in IN_WORDS:  # which say all
         return watch.Failure(rank, message.rstrip(")").strip("\"'") if origin else message)
     noticed = isinstance(error, ConnectionError) or (
-        isinstance(error, (RuntimeError, OSError)) and NOTICED.search(message))
+        isinstance(error, (RuntimeError, OSError)) and SAYS_GONE.search(message))
     if not noticed:
         return watch.Failure(rank, f"raised {kind}", traceback=whole)
-    if kind != "TimeoutError" and WAITED.search(message):
+    if kind != "TimeoutError" and SAYS_WAITED.search(message):
         at = innermost(reversed([*traceback.walk_tb(error.__traceback__)]))
         if origin:  # the traceback from there
             lines = [f"{path}:{line}" for path, line in PLACE.findall(whole) if is_ours(path)]

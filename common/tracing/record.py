@@ -99,9 +99,8 @@ def save(folder: Path, program: str | None = None, args: Namespace | None = None
         record["failed"] = failed or any(op["kind"] == "failed" for op in record["ops"])
         choose = getattr(program and results_of(program), "shown_first", None)
         spans = record["spans"]
-        if record["failed"] or not any(spans.values()):
-            shown = None
-        else:
+        shown = None
+        if not record["failed"] and any(spans.values()):
             shown = choose(spans, args) if choose else shown_first(spans)
         page.save(record, folder.parent, shown)
     shutil.rmtree(folder, ignore_errors=True)
@@ -110,11 +109,12 @@ def save(folder: Path, program: str | None = None, args: Namespace | None = None
 def is_program(name: str) -> bool:
     """Return whether a module, "param_server.main", is a program of a lesson."""
     path = timeline.ROOT / f"{name.replace('.', '/')}.py"
-    return path.is_file() and hasattr(importlib.import_module(name), "run_worker")
+    return (path.is_file() and path.with_name("results.py").is_file()
+            and hasattr(importlib.import_module(name), "run_worker"))
 
 
-def results_of(program: str) -> ModuleType | None:
-    """Import the results of a program, "param_server.main"; None if it has none."""
+def results_of(program: str) -> ModuleType:
+    """Import the results of a program, "param_server.main": its own, or those of its folder."""
     path = timeline.ROOT / f"{program.replace('.', '/')}.py"
     module = importlib.import_module(program)
     if getattr(module, "finish", None) and module.finish.__module__ != program:
@@ -124,7 +124,7 @@ def results_of(program: str) -> ModuleType | None:
 
 
 def spans_of(program: str) -> dict[str, list[str]]:
-    """Return the `SPANS` of a program's results; they are empty if it has none."""
+    """Return the `SPANS` of a program's results; they are empty if these have none."""
     return getattr(results_of(program), "SPANS", {})
 
 
