@@ -42,7 +42,7 @@ PLACE = re.compile(r'File "(.+?)", line (\d+)')  # in a traceback
 class Heartbeat(threading.Thread):
     """Writes at every beat that this rank lives, and where it is; ends it when nobody watches it.
 
-    The second of these begins before there is a store: whoever serves it may end while a rank
+    It looks whether somebody does before there is a store: whoever serves that may end while a rank
     connects, and torch would go on trying for a minute.
 
     Args:
