@@ -50,7 +50,7 @@ SOME = {
     "test_one_process": NEVER,
     "test_it_learns_and_one_seed_gives_one_training": NEVER,
     "test_one_seed_gives_one_training_to_the_last_digit": r"run_worker-vector",
-    "test_fault_of_a_rank": r"(rpc_rl|param_server|ddp_rpc_hybrid|p2p_collectives)\.main",
+    "test_fault_of_a_rank": r"rpc_rl.main-SIGTERM|(rpc_rl|param_server|ddp_rpc_hybrid|p2p_collectives)\.main-(?!SIGTERM)",
     "test_fault_of_the_launcher": MAINS,
     "test_readme_command": NEVER,
     "test_end_of_a_rank": MAINS,
