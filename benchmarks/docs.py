@@ -197,7 +197,7 @@ def number(what, language):
 def map_of(walk, language, folder):
     """The table of a part of a notebook: cell, heading or definitions, where they are here."""
     words = WORDS[language]
-    chapter = re.match(r"6_\d", walk)[0]
+    chapter = re.match(r"6_\d+", walk)[0]
     edition = json.loads((ROOT / "docs/japanese_edition.json").read_text())
     notebook = next(book for book in edition["notebooks"] if book["chapter"] == chapter)
     link = f"{edition['source']}/blob/main/{notebook['file']}"

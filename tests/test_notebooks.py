@@ -81,7 +81,7 @@ def test_both_languages_are_one_tour():
             assert english.source == japanese.source
             continue
         assert english.source != japanese.source
-        for what in (r"^(#+) ", r"<a name=\"(\w+)\"", r"^\| (6_\d) ", r"`([^`]+)`", LINK):
+        for what in (r"^(#+) ", r"<a name=\"(\w+)\"", r"^\| (6_\d+) ", r"`([^`]+)`", LINK):
             found = [[there.replace(".ja.", ".") for there in re.findall(what, cell.source, re.MULTILINE)]
                      for cell in (english, japanese)]
             assert sorted(found[0]) == sorted(found[1]), what
@@ -117,7 +117,7 @@ def test_the_badge_opens_this_notebook(path):
 def test_every_lesson_has_its_section():
     """In the order of the map: a section with its chapter, a command of the pages, `--check`, a picture, a question."""
     ids = [cell.id for cell in cells_of(ENGLISH)]
-    sections = re.findall(r"\| (6_\d) \| \[(\w+)\]", cells_of(ENGLISH)[0].source)
+    sections = re.findall(r"\| (6_\d+) \| \[(\w+)\]", cells_of(ENGLISH)[0].source)
     by_id = {cell.id: cell.source for cell in cells_of(ENGLISH)}
     order = []
     for chapter, name in sections:
@@ -128,7 +128,7 @@ def test_every_lesson_has_its_section():
         assert by_id[f"{name}-picture"].startswith("Image(")
         assert f"{name}-try" in ids
         order.append((chapter, run.split()[0]))
-    table = re.findall(r"^\| \d+ \| (6_\d) .*`python (\S+\.py)`", (ROOT / "docs/map.md").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| \d+ \| (6_\d+) .*`python (\S+\.py)`", (ROOT / "docs/map.md").read_text(), re.MULTILINE)
     assert [step for step in order if step in table] == table
     assert {path.split("/")[0] for _, path in order} == set(FOLDERS) - {"transformer_parallel"}  # after 6_9
 
