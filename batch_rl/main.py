@@ -83,7 +83,11 @@ class Observer:
 
     def run_episode(self, agent_rref: rpc.RRef, batch: bool, n_steps: int,
                     seed: int) -> tuple[torch.Tensor, float]:
-        """Play n_steps; return their returns (K, n_steps), and the first stretches' mean length."""
+        """Play n_steps; return their returns (K, n_steps), and the first stretches' mean length.
+
+        A stretch, elsewhere called an episode, lasts from a reset until the pole falls or time is
+        up. An episode is here, as in the tutorial, n_steps of all environments.
+        """
         select_action = Agent.select_action_batch if batch else Agent.select_action
         states = [env.reset(seed=seed + k)[0].tolist() for k, env in enumerate(self.envs)]
         rewards, returns = [[] for _ in self.envs], [[] for _ in self.envs]
@@ -152,7 +156,7 @@ class Agent:
         """Answer as `select_action`, with a future: no thread waits for the other observers."""
         self = agent_rref.local_value()
         with self.lock:
-            # Tutorial: copied into one tensor, which autograd still needed from the step before.
+            # Tutorial: copied into one tensor, which without .cuda() autograd needs unchanged.
             self.states[ob_id] = states
             batch, future_actions = self.states, self.future_actions
             last = len(batch) == len(self.ob_rrefs)
@@ -187,7 +191,7 @@ class Agent:
     def finish_episode(self, batch: bool, ep_reward: float) -> None:
         """Train on the recorded episode (REINFORCE). No RPC here."""
         returns, log_probs = self.returns, self.log_probs(batch)
-        assert log_probs.shape == returns.shape  # Tutorial: unequal; it mixed the observers
+        assert log_probs.shape == returns.shape  # Tutorial: unequal without batches
         returns = (returns - returns.mean()) / (returns.std(correction=0) + EPS)
         policy_loss = -(log_probs * returns.to(log_probs)).sum() / len(returns)
         require_finite(policy_loss, "after an episode")

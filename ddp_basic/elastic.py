@@ -44,13 +44,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DistributedSampler, TensorDataset
 
+from ddp_basic.main import gpu_of, role_name
+
 MOMENTUM = 0.9
 FEWEST_SAMPLES = 1437  # of the two training sets: each rank needs one at least
-
-
-def role_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank: all ranks do the same."""
-    return f"rank{rank}"
 
 
 def setup(rank: int, world_size: int, args: argparse.Namespace) -> None:
@@ -160,7 +157,7 @@ def train(rank: int, world_size: int, args: argparse.Namespace) -> list[dict]:
     model = build_model(args.seed).to(device)
     optimizer = optim.SGD(model.parameters(), lr=args.lr, momentum=MOMENTUM)
     history = resume(model, optimizer, rank, args)
-    ddp_model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
+    ddp_model = DDP(model, device_ids=gpu_of(device))
     # A pass for nothing: after the first one, DDP arranges its buckets of gradients anew, and three
     # or more ranks then sum in another order. Now all steps have the same order, also the first one
     # after an interruption.
@@ -210,13 +207,7 @@ def build_parser() -> Parser:
 def inspect_checkpoint(args: argparse.Namespace) -> None:
     """Refuse, before any process starts, a checkpoint from which this training cannot go on."""
     args.resume = args.checkpoint is not None and args.checkpoint.exists()
-    state = checkpoint.inspect(args)
-    if state is None:
-        return
-    try:
-        build_model(args.seed).load_state_dict(state["model"])
-    except (KeyError, RuntimeError, TypeError):
-        checkpoint.reject(args, "is of another model; give another file")
+    checkpoint.inspect(args, make_model=lambda: build_model(args.seed))
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -49,14 +49,9 @@ from ddp_basic import fsdp_checkpoint as folders
 from ddp_basic import fsdp_memory as memory
 from ddp_basic import fsdp_results as results
 from ddp_basic.data import toy_samples
-from ddp_basic.main import ToyModel, gpu_of
+from ddp_basic.main import ToyModel, gpu_of, role_name
 
 SAMPLES = 512  # of all ranks together
-
-
-def role_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank: all ranks do the same."""
-    return f"rank{rank}"
 
 
 def build_model(args: argparse.Namespace) -> nn.Module:
@@ -106,7 +101,7 @@ def batches_of(rank: int, world_size: int, epoch: int,
     """Return the batches of one rank in one epoch, as indices: its share of each global batch.
 
     The global batches follow from (seed, epoch) alone, whatever the number of ranks: what four have
-    begun, two can continue.
+    begun, two can continue. A last batch that would be smaller is left out.
     """
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(args.seed + epoch))
     return [batch[rank::world_size] for batch in order.split(args.global_batch_size)
@@ -148,6 +143,7 @@ def train(rank: int, world_size: int, sharding: str, args: argparse.Namespace) -
     device = device_of_group(args)
     model, optimizer = WAYS[sharding](build_model(args).to(device), device, args)
     history = resume(model, optimizer, args) if args.resumed else []
+    # Of all ranks, whatever their number: see `local_batch_size` in `build_parser`.
     inputs, labels = (tensor.to(device) for tensor in toy_samples(0, args))
     for epoch in range(len(history) + 1, args.epochs + 1):
         total, seconds = torch.zeros((), device=device), []

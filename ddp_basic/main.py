@@ -238,9 +238,9 @@ def demo_model_parallel(rank: int, world_size: int, args: argparse.Namespace) ->
     """Train replicas that are each split over two devices; return this rank's losses."""
     # Tutorial: dev0 = rank * 2 and dev1 = rank * 2 + 1, which needs two GPUs for each rank.
     dev0 = dev1 = device_for(args.device)
-    ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
-    if dev0.type == "cuda" and torch.cuda.device_count() >= 2 * ranks_here:
-        dev1 = torch.device("cuda", ranks_here + int(os.environ["LOCAL_RANK"]))  # no rank's dev0
+    n_ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
+    if dev0.type == "cuda" and torch.cuda.device_count() >= 2 * n_ranks_here:
+        dev1 = torch.device("cuda", n_ranks_here + int(os.environ["LOCAL_RANK"]))  # no rank's dev0
     torch.manual_seed(args.seed)
     mp_model = ToyMpModel(dev0, dev1)
     ddp_mp_model = DDP(mp_model)  # no device_ids: the model has two devices and moves its inputs

@@ -145,7 +145,7 @@ def train(rank: int, world_size: int, args: Namespace,
     device = device_of_group(args)
     model = ShardedModel(rank, world_size, device, args, table_class)
     # Each rank steps what it has: its rows, and its replica of the Linear.
-    opt = optim.SGD(model.parameters(), lr=args.lr, foreach=False)  # a DTensor beside tensors
+    opt = optim.SGD(model.parameters(), lr=args.lr, foreach=False)  # the twin has a DTensor
     criterion = nn.CrossEntropyLoss()
     teacher = Teacher(args)
     history = results.History(role_name(rank, world_size), args, show=rank == 0)

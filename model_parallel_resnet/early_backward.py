@@ -3,8 +3,8 @@ r"""main.py, but each micro-batch goes back as soon as the master has its output
 The tutorial waits for the outputs of the whole batch before it sends the first gradient. But an
 error that is a mean over images is a sum over micro-batches: what one of them adds to the gradients
 needs no other. So the master sends its gradient at once, and worker2 works on it while worker1
-still has others to send forward. This is the order of "1f1b" in schedules.py, which here nobody
-has to write down.
+still has others to send forward. On worker2 this is the order of "1f1b" in schedules.py, which here
+nobody has to write down; worker1 still sends all forward first.
 
     main.py            worker1  F0 F1 F2 F3 .. .. B0 B1 B2 B3 step
                        worker2  .. F0 F1 F2 F3 B0 B1 B2 B3 .. step

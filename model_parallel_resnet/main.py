@@ -89,7 +89,7 @@ class ResNetBase(nn.Module):
         return nn.Sequential(first, *(self._block(self.inplanes, planes) for _ in range(1, blocks)))
 
     def _init_weights(self) -> None:
-        # Tutorial: of ResNetShard1 only, unlike torchvision.
+        # Tutorial: of ResNetShard1 only, unlike torchvision. BatchNorm's 1 and 0 are its defaults.
         for m in self.modules():
             if isinstance(m, nn.Conv2d):
                 nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
@@ -195,7 +195,10 @@ class DistResNet50(nn.Module):
 
 
 class SGD(optim.SGD):
-    """Steps as torch's; of `optim.SGD` itself, `DistributedOptimizer` uses a form of its own."""
+    """Steps as torch's, so that steps can be recorded. Tutorial: `optim.SGD`.
+
+    For that itself, `DistributedOptimizer` has a functional form, which never calls `step()`.
+    """
 
 
 def run_master(args: argparse.Namespace) -> dict:
@@ -232,7 +235,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace,
                run_master: Callable[[argparse.Namespace], dict] = run_master) -> dict | None:
     """Train on rank 0, which returns the metrics; the others serve their shards."""
     record_work(role_name(rank, world_size), ResNetShard1, ResNetShard2)  # the table's idle times
-    options = rpc_options(args, 8 + 2 * max(args.num_splits))  # threads: m + 1 would do
+    options = rpc_options(args, 8 + 2 * max(args.num_splits))  # threads: m + 1 suffice
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=options)
     metrics = run_master(args) if rank == 0 else None

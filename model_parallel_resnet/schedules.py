@@ -6,8 +6,9 @@ Under "gpipe", all micro-batches go forward first, and then all back; under "1f1
 back with one as soon as it can, so it keeps fewer. The others cut the model in four:
 "interleaved" gives a rank stages 0 and 2 or 1 and 3, each micro-batch comes twice, and who waits
 at the beginning waits half as long; the zero-bubble ones also compute the gradients of the weights
-apart, later than those of the inputs, for which the other rank waits. The column `ideal` is that of
-the first two.
+apart, later than those of the inputs, for which the other rank waits. "zero_bubble" places the
+stages as "interleaved" does, "zero_bubble_v" 0 and 3 on rank 0, 1 and 2 on rank 1: so rank 0 has
+the loss. The column `ideal` is that of the first two.
 
     rank 0 "stage0"                      rank 1 "stage1"
     +--------------------+   features    +--------------------+

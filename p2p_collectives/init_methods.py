@@ -112,7 +112,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--method", choices=[*METHODS, "all"], default="all", help="how the processes meet")
     add("--file", type=Path, metavar="FILE", help="the store of --method file; must not exist yet "
-        "(default: in a folder of this run alone)")
+        "(default: a hidden one in --output_dir, of this run alone)")
     return parser
 
 

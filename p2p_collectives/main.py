@@ -131,7 +131,7 @@ def run_collectives(rank: int, size: int, device: torch.device) -> Iterator[Outc
     yield Outcome("reduce SUM", "to rank 0: N(N+1)/2; what the others hold now is undefined",
                   before, tensor if rank == 0 else None)
 
-    for name, start, says in (("SUM", rank + 1, "N(N+1)/2"), ("PRODUCT", 1 + rank % 2, "2^(N/2)"),
+    for name, start, says in (("SUM", rank + 1, "N(N+1)/2"), ("PRODUCT", 1 + rank % 2, "2^(N//2)"),
                               ("MIN", rank + 1, "1"), ("MAX", rank + 1, "N"),
                               ("AVG", rank + 1, "(N+1)/2")):
         tensor = mine(start)

@@ -1,10 +1,10 @@
 r"""The tutorial's ring all-reduce, and what it takes to be as fast as the library's (tutorial 6_4).
 
 Every rank has a tensor, and all of them want the sum. In a ring each rank only sends to its right
-neighbour and only receives from its left one. Three ways lead from the tutorial's ring to one that
-keeps up with `dist.all_reduce`:
+neighbour and only receives from its left one. From the tutorial's ring to one that keeps up with
+`dist.all_reduce`:
 
-    allreduce        the whole tensor of S bytes goes round: (N-1) S sent by every rank
+    allreduce        "ring_naive" below: the whole tensor, S bytes, goes round: (N-1) S sent by all
     ring_chunked     chunk by chunk, in two rounds: 2 (N-1)/N S, less than 2 S for any N
     RingAllReduce    the same bytes, faster: in place, receives posted before the data come, no
                      allocations, one segment is added while the next one travels

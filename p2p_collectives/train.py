@@ -42,7 +42,7 @@ from p2p_collectives import train_results as results
 from p2p_collectives.data import batches, steps_of_epoch
 
 EXAMPLE = "p2p_collectives/train"
-LONGEST_GRADIENT = 1.0  # its norm; longer ones are shortened: large steps would end in chaos
+MAX_NORM = 1.0  # gradients are clipped to it: large steps would end in chaos
 
 
 def role_name(rank: int, world_size: int) -> str:
@@ -141,7 +141,7 @@ def train_step(model: nn.Module, optimizer: optim.Optimizer, data: torch.Tensor,
     loss.backward()
     average_gradients(model, share)
     # After the average: clipped pieces would not add up to the whole batch's gradient.
-    nn.utils.clip_grad_norm_(model.parameters(), LONGEST_GRADIENT)
+    nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     optimizer.step()
     return loss.detach()
 

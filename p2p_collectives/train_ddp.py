@@ -37,7 +37,7 @@ def train_step(model: DistributedDataParallel, optimizer: optim.Optimizer, data:
     loss = F.nll_loss(output, target)
     # DDP averages in backward(), as if all pieces were equal: undo that, then weight.
     (loss * share * dist.get_world_size()).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), tutorial.LONGEST_GRADIENT)
+    nn.utils.clip_grad_norm_(model.parameters(), tutorial.MAX_NORM)
     optimizer.step()
     return loss.detach()
 

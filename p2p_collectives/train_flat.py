@@ -35,7 +35,7 @@ def train_step(model: nn.Module, optimizer: optim.Optimizer, data: torch.Tensor,
     loss = F.nll_loss(output, target)
     loss.backward()
     average_gradients(model, share)
-    nn.utils.clip_grad_norm_(model.parameters(), tutorial.LONGEST_GRADIENT)
+    nn.utils.clip_grad_norm_(model.parameters(), tutorial.MAX_NORM)
     optimizer.step()
     return loss.detach()
 

@@ -59,7 +59,7 @@ class AsyncParameterServer(tutorial.ParameterServer):
 
         Args:
             inp: the images.
-            trainer: the rank of whose step will follow; None, if none will.
+            trainer: the rank of the trainer whose step will follow; None if none will.
         """
         if self.n_trainers == 1:  # nobody steps between forward and backward
             self.note_read(trainer)
@@ -99,7 +99,7 @@ class AsyncParameterServer(tutorial.ParameterServer):
         self.steps += 1
 
     def all_gather(self, rank: int, value: dict | None) -> list[dict | None]:
-        """Add the staleness of a trainer's gradients, by how many had which, to its metrics."""
+        """Add to a trainer's metrics how many of its gradients had which staleness."""
         if value is not None:
             value["staleness"] = dict(self.staleness[rank])
         return super().all_gather(rank, value)

@@ -97,14 +97,14 @@ class BatchUpdateParameterServer:
         Returns:
             A future of (what `get_model` returns after the step, seconds that this call waited).
         """
-        arrived = time.perf_counter()
+        called = time.perf_counter()
         with self.lock:  # the sum, too: of two additions at the same time one could be lost
             for total, g in zip(self.sums, grads, strict=True):
                 total += g
             self.arrived.add(rank)
             fut = self.future_model
             # Of what completes the future, each trainer gets its part.
-            answer = fut.then(lambda fut: (fut.wait()[0], fut.wait()[1] - arrived))
+            answer = fut.then(lambda fut: (fut.wait()[0], fut.wait()[1] - called))
             if len(self.arrived) < self.batch_update_size:
                 return answer
             for total in self.sums:
@@ -167,7 +167,8 @@ class Trainer:
         for update, (inputs, labels) in enumerate(self.get_next_batch(), start=1):
             started = time.perf_counter()
             loss = self.loss_fn(self.m(inputs), labels)
-            self.m.zero_grad(set_to_none=False)  # Tutorial: a new module in each update.
+            # Tutorial: a new module in each update. Not to None: in flat_update.py they are views.
+            self.m.zero_grad(set_to_none=False)
             loss.backward()
             loss = report.require_finite(loss, f"at update {update}")
             grads = self.get_gradients()

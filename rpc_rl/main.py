@@ -125,7 +125,7 @@ class Agent:
         """Answer an observer over RPC: choose an action, 0 or 1, for a state, 4 numbers."""
         probs = self.policy(torch.tensor(state, device=self.device))
         report.require_finite(probs[0], "in an episode", "a probability")
-        m = Categorical(probs, validate_args=False)  # which would look at them once more
+        m = Categorical(probs, validate_args=False)  # it would look at them once more
         action = m.sample()
         self.saved_actions[ob_id].append((probs, action))
         return action.item()

@@ -51,10 +51,10 @@ _parts_lock = threading.Lock()
 def get_or_create(part_class: type[tutorial.Part], *args) -> tutorial.Part:
     """Return the server's one `part_class`, made for whichever trainer asks first."""
     with _parts_lock:
-        if part_class not in _parts:
+        part = _parts.get(part_class)
+        if part is None:
             part = _parts[part_class] = part_class(*args)
-            return part
-        return _parts[part_class]
+        return part
 
 
 class SharedRNNModel(tutorial.RNNModel):

@@ -6,10 +6,14 @@ must stand in one of its rows, or in NOT_COMPARED.
 
 import argparse
 import importlib
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from tests import warm
 
 TEXT = Path(__file__).parent.parent / "README.ja.md"
 RL = "--seed 7 --gamma 0.9 --lr 0.03"
@@ -166,7 +170,10 @@ def flags_of(program):
 @pytest.mark.parametrize(("program", "flags", "comparisons"), [
     pytest.param(program, flags, comparisons, marks=[pytest.mark.quick] if program in QUICK and flags == [*rows][0] else [])
     for program, rows in CHECKS.items() for flags, comparisons in rows.items()])
-def test_check_passes(program, flags, comparisons, tmp_path, capfd):
+def test_check_passes(program, flags, comparisons, tmp_path, capfd, monkeypatch):
+    # What `deadlock.py` starts is forked, too (tests/warm.py).
+    started = SimpleNamespace(**{**vars(subprocess), "Popen": warm.Popen})
+    monkeypatch.setattr("p2p_collectives.deadlock_check.subprocess", started)
     differences = importlib.import_module(program).main(["--check", "--output_dir", str(tmp_path), *flags.split()])
     out, err = capfd.readouterr()
     assert out.count(": ok\n") == len(differences) == comparisons

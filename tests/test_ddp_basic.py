@@ -99,7 +99,7 @@ def lesson(tmp_path_factory):
             listener.bind(("127.0.0.1", TUTORIALS_PORT))
             listener.listen()
         outputs = []
-        with running(script(MAIN), folder) as one, running_torchrun(torchrun(2, MAIN), folder, cold=True) as two:
+        with running(script(MAIN), folder) as one, running_torchrun(torchrun(2, MAIN), folder) as two:
             for process in (one, two):
                 outputs.append(end(process, within_s=SLOW_START_S))
                 assert process.returncode == 0, outputs[-1]

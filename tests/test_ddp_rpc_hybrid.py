@@ -108,7 +108,7 @@ def test_no_update_is_lost():
 
 def test_training(tmp_path):
     """The README's first command, with fewer epochs."""
-    result = run([*script(*commands_in("ddp_rpc_hybrid/README.md")[0][1:]), "--epochs", "40"], tmp_path, cold=True)
+    result = run([*script(*commands_in("ddp_rpc_hybrid/README.md")[0][1:]), "--epochs", "40"], tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     metrics = json.loads((tmp_path / "outputs/ddp_rpc_hybrid/metrics.json").read_text())
     assert len(metrics["epochs"]) == 40

@@ -74,7 +74,7 @@ PROGRAMS = [
     Program("param_server.bounded_server", "--epochs 100000 --max_staleness 0", "parameter_server trainer1 trainer2",
             {"parameter_server": "param_server.async_server:AsyncParameterServer.forward",
              "trainer2": "param_server.async_server:AsyncTrainerNet.forward"}),
-    Program("param_server.batch_update", "--arch resnet18 --image_size 32 --world_size 3 --num_updates 100000",
+    Program("param_server.batch_update", "--arch resnet18 --image_size 32 --batch_size 4 --world_size 3 --num_updates 100000",
             "parameter_server trainer1 trainer2",
             {"parameter_server": "param_server.batch_update:BatchUpdateParameterServer.update_and_fetch_model",
              "trainer2": "param_server.batch_update:Trainer.set_model"}),
@@ -84,15 +84,15 @@ PROGRAMS = [
             {"ps": "rpc_rnn.main:Decoder.forward", "trainer": "rpc_rnn.prefetch:PrefetchingOptimizer.step"}),
     Program("rpc_rnn.several_trainers", "--epochs 100000", "ps trainer1 trainer2",
             {"ps": "rpc_rnn.main:EmbeddingTable.forward", "trainer2": "rpc_rnn.main:RNNModel.forward"}),
-    Program("model_parallel_resnet.main", "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000",
+    Program("model_parallel_resnet.main", "--arch resnet18 --image_size 64 --batch_size 4 --num_splits 2 --num_batches 100000",
             "master worker1 worker2",
             {"master": "model_parallel_resnet.main:DistResNet50.forward",
              "worker2": "model_parallel_resnet.main:ResNetShard2.forward"}),
     Program("model_parallel_resnet.early_backward",
-            "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000", "master worker1 worker2",
+            "--arch resnet18 --image_size 64 --batch_size 4 --num_splits 2 --num_batches 100000", "master worker1 worker2",
             {"master": "model_parallel_resnet.early_backward:EarlyResNet50.forward",
              "worker2": "model_parallel_resnet.early_backward:ShardOptimizer.add"}),
-    Program("model_parallel_resnet.schedules", "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 100000",
+    Program("model_parallel_resnet.schedules", "--arch resnet18 --image_size 64 --batch_size 4 --num_splits 2 --num_batches 100000",
             "stage0 stage1", {"stage1": "model_parallel_resnet.schedules:Pipeline.train_step"}),
     Program("ddp_basic.main", "--demo skew --steps 10000000", "rank0 rank1",
             {"rank1": "ddp_basic.main:report.require_finite"}),
@@ -276,7 +276,8 @@ def clean(tmp_path, monkeypatch):
 def test_fault_of_a_rank(program, fault, clean, tmp_path, capfd):
     """Whoever fails, however: the run ends everywhere, and names the role at fault."""
     roles = program.raises if fault == "exception" else program.roles.split()
-    ends([Run(program, tmp_path, fault, role) for role in roles], capfd)
+    pause_s = 0.5 if fault == "SIGSTOP" else sabotage.PAUSE_S  # the others train until it is noticed
+    ends([Run(program, tmp_path, fault, role, pause_s=pause_s) for role in roles], capfd)
 
 
 ENDS = ("os._exit(0)", "sys.exit(0)", "segmentation fault")

@@ -30,11 +30,11 @@ SHORT = {  # the tour's commands, without the checks, and flags that make them s
     "ddp_basic/main.py --demo skew --slow_rank 1 --delay 0.5 --timeout 2": "--delay 0.05 --steps 2",
     "model_parallel_resnet/single_machine.py": "--batch_size 2 --image_size 33 --num_repeat 1 --split_sizes 1",
     "rpc_rl/main.py --world_size 3": "--max_episodes 2",
-    "rpc_rnn/main.py": "--epochs 1",
-    "param_server/main.py": "--epochs 1",
+    "rpc_rnn/main.py": "--epochs 1 --batch_size 400",
+    "param_server/main.py": "--epochs 1 --batch_size 256",
     "-m common.tracing model_parallel_resnet/main.py --num_splits 1 2 4 8":
-        "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 1",
-    "-m common.tracing param_server/batch_update.py": "--arch resnet18 --image_size 32 --world_size 2 --num_updates 2",
+        "--arch resnet18 --image_size 64 --batch_size 4 --num_splits 2 --num_batches 1",
+    "-m common.tracing param_server/batch_update.py": "--arch resnet18 --image_size 32 --batch_size 2 --world_size 2 --num_updates 2",
     "batch_rl/main.py": "--observers 1 --num_episode 1 --num_steps 20",
     "ddp_rpc_hybrid/main.py": "--epochs 2",
 }

@@ -143,7 +143,7 @@ def side_by_side(tmp_path_factory):
         while two.poll() is None:  # from its beginning to its end, whenever that is on a busy machine
             session = processes(lambda process: os.getsid(process.pid) == two.pid)  # launcher, fork server, ranks
             addresses |= {address for address, _ in listening(process.pid for process in session)}
-            time.sleep(0.1)
+            time.sleep(0.5)
         out, err = end(two, within_s=60)
         end(one, within_s=60)
         for process in (one, two):

@@ -184,7 +184,7 @@ WAYS = {"each": Each, "buckets": Buckets, "overlap": Overlap, "ddp": TorchDDP}
 
 def split_into_buckets(parameters: Sequence[nn.Parameter],
                        n_bytes: int) -> list[list[nn.Parameter]]:
-    """Cut a list into lists: each is full with the parameter that makes it so many bytes."""
+    """Cut a list into buckets; the parameter that brings one to `n_bytes` closes it."""
     lists, held = [[]], 0
     for parameter in parameters:
         if held >= n_bytes:
@@ -261,7 +261,7 @@ def shared_parser(example: str, description: str, ways: Mapping[str, type[Way]])
     add("--lr", type=bounded(float, above=0), default=0.001, help="learning rate of AdamW")
     add("--blocks", type=bounded(int, at_least=1, at_most=1000), default=4, metavar="N",
         help="of the model; each has 250,704 parameters")
-    parser.set_defaults(accumulate=1)  # more is for main.py: other ways are done after a backward
+    parser.set_defaults(accumulate=1)  # more is main.py's: others are done after one backward
     return parser
 
 
@@ -272,7 +272,7 @@ def build_parser() -> Parser:
     add("--bucket_kb", type=count, default=1000, metavar="N",
         help="kilobytes of gradients that are sent together")
     add("--accumulate", type=count, default=1, metavar="N",
-        help="backwards of each step, whose gradients are added up")
+        help="gradient accumulation: backwards of each step, whose gradients are added up")
     return parser
 
 

@@ -92,17 +92,17 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Sum over the ranks, and keep the own tokens."""
-        return scattered_sum(gradient, ctx.group), None
+        return reduce_scattered(gradient, ctx.group), None
 
 
-class ScatterSum(torch.autograd.Function):
+class ReduceScatter(torch.autograd.Function):
     """Takes the place of g in `sequence`: (..., T, units) to (..., T / N, units)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Sum over the ranks, and keep the own tokens."""
         ctx.group = group
-        return scattered_sum(x, group)
+        return reduce_scattered(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -126,7 +126,7 @@ def gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
     return torch.cat(parts, dim=-2)
 
 
-def scattered_sum(x: torch.Tensor, group: Group) -> torch.Tensor:
+def reduce_scattered(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the sum over the ranks, of this rank's tokens."""
     parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), dim=-2)]
     mine = torch.empty_like(parts[0])
@@ -182,7 +182,7 @@ def cut(model: Transformer, enter: type[torch.autograd.Function],
     Args:
         model: the whole model.
         enter, leave: what stands before a layer cut by outputs, and behind one cut by inputs:
-            `Copy` and `Sum`, or `Gather` and `ScatterSum`.
+            `Copy` and `Sum`, or `Gather` and `ReduceScatter`.
         group: of the ranks that have a part each.
     """
     model.embedding = RowEmbedding(model.embedding, leave, group)
@@ -239,7 +239,7 @@ class TensorParallel(Way):
 class SequenceParallel(TensorParallel):
     """Cuts what lies between the layers, too: norms, sums and biases, by tokens."""
 
-    enter, leave = Gather, ScatterSum
+    enter, leave = Gather, ReduceScatter
 
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss; the places of this rank's tokens are not the first ones."""

@@ -4,7 +4,7 @@ from tests.mutants import Mutant
 
 MAIN, DATA, RESULTS = "p2p_collectives/train.py", "p2p_collectives/data.py", "p2p_collectives/train_results.py"
 FLAT, DDP = "p2p_collectives/train_flat.py", "p2p_collectives/train_ddp.py"
-CLIP = "    nn.utils.clip_grad_norm_(model.parameters(), LONGEST_GRADIENT)\n"
+CLIP = "    nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)\n"
 COMMENT = "    # After the average: clipped pieces would not add up to the whole batch's gradient.\n"
 MUTANTS = [
     Mutant("pieces weigh the same", MAIN, "        param.grad *= share", "        param.grad /= dist.get_world_size()",

@@ -23,7 +23,7 @@ MUTANTS = [
              "\n            for param", "weights", lock="self._lock", flags=RESNET),
     unlocked("two micro-batches in the second shard", "model_parallel_resnet/main.py", "\n            out = self.fc",
              "one micro-batch at a time|running", lock="self._lock", flags=RESNET),
-    unlocked("two trainers make a table each", "rpc_rnn/several_trainers.py", "\n        if part_class",
+    unlocked("two trainers make a table each", "rpc_rnn/several_trainers.py", "\n        part = _parts.get",
              "error|weights after each step, table|training, loss", lock="_parts_lock"),
     unlocked("two trainers are let in", "param_server/bounded_server.py", "\n            what(", "turns|bound|error",
              flags=("--max_staleness", "0", "--world_size", "4")),
