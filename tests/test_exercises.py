@@ -45,6 +45,8 @@ def warm(monkeypatch):
     """Runs are forked from a process that has imported torch: see tests/warm.py."""
     started = SimpleNamespace(Popen=WarmPopen, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr("exercises.running.subprocess", started)
+    monkeypatch.setattr("exercises.__main__.subprocess", SimpleNamespace(
+        run=lambda command, **options: SimpleNamespace(returncode=WarmPopen(command, **options).wait())))
 
 
 def judged(exercise, text, folder, patience=PATIENCE):
