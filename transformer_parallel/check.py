@@ -55,6 +55,8 @@ class Routed(NamedTuple):
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     """Print what was compared; return `{what: difference}` where it is reported, else None."""
     args.steps, args.program = min(args.steps, STEPS), program.__name__
+    if hasattr(args, "bucket_kb"):  # as many buckets as of the program's model
+        args.bucket_kb = max(1, args.bucket_kb * UNITS**2 // Shape().units**2)
     if {*MIXED, "plain"} & {*args.ways}:
         args.device = "cpu"  # whose kernels round as the oracle, and keep what is derived
     return verdict(launch(record, args, program.role_name))
@@ -116,8 +118,9 @@ def watch_costs(way: object) -> None:
 
     "weights held at most": where ZeRO gathers units, the bytes after each gathering.
     "gradients behind a bucket": how many backward finds while a bucket is on its way.
+    "losses": how many were computed in the last step, one for each backward.
     """
-    most, counted, behind = {}, way.figures, []
+    most, counted, behind, losses = {}, way.figures, [], []
 
     def note(what, number):
         most[what] = max(number, most.get(what, 0))
@@ -143,7 +146,17 @@ def watch_costs(way: object) -> None:
         way.finish_gradients = noting_gradients(way.finish_gradients)
         for parameter in way.model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: behind.extend(way.works[:1]))
-    way.figures = lambda: {**counted(), **most}
+
+    def noting_loss(*piece, loss=way.loss):
+        losses.append(piece)
+        return loss(*piece)
+
+    def noting_step(*batch, forward_backward=way.forward_backward):
+        losses.clear()
+        return forward_backward(*batch)
+
+    way.loss, way.forward_backward = noting_loss, noting_step
+    way.figures = lambda: {**counted(), **most, "losses": len(losses)}
 
 
 def held(way: object, what: str) -> State:
@@ -519,6 +532,9 @@ def hold_costs(findings: Comparison, way: str, reported: list[dict], args: Names
                             ("fullest", max(counts)), ("emptiest", min(counts))):
             findings.equal(f"{way}, {what}", [rank["figures"][what] for rank in reported],
                            [value] * n, "tokens of the last step")
+    if args.program == tutorial.__name__:
+        findings.equal(f"{way}, backwards", [rank["figures"]["losses"] for rank in reported],
+                       [args.accumulate] * n, "of --accumulate, in the last step")
     if way in NOT_DERIVED:
         return
     expected = (mixtures(routed) if routed else FORMULAS)[way](args, n, sizes)

@@ -13,9 +13,10 @@ from tests.test_checks import CHECKS, NOT_COMPARED, flags_of
 
 ELSEWHERE = ("check", "comparison", "results", "require", "parser", "main", "finish")  # files and functions
 # What stands in a line whose flag changes no number: a bar, threads, what is made and not used, a shorter
-# way, a rate that each epoch sets anew.
+# way, a rate that each epoch sets anew or that a checkpoint brings, what torch decides by itself.
 NO_NUMBER = ("report.progress(", "report.log(", "Rounds(", "count_batches(", "share = range(", "-(-len(share)", "rpc_options(", "patterns =",
-             "make_schedule(", "self.n_trainers =", "optim.SGD(net.parameters(), lr=args.lr, momentum=args.momentum,")
+             "make_schedule(", "self.n_trainers =", "bucket_cap_mb=",
+             "optim.AdamW(self.parameters(), lr=self.args.lr)", "self.mesh = mesh_of(model, args.row)", "optim.SGD(net.parameters(), lr=args.lr, momentum=args.momentum,")
 
 
 class Ignored(Mutant):
