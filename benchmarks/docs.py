@@ -88,7 +88,8 @@ IN_DOCSTRINGS = {
     "param_server/main.py": ["(lock): {param_server_lock samples_per_s .0f} samples/s"],
     "rpc_rnn/prefetch.py": [
         "makes {rpc_rnn_protocols prefetch_ratio.not_compiled .2f} times the steps/s of main.py "
-        "with the same optimizers, {rpc_rnn_protocols prefetch_ratio.plain .2f} times those",
+        "if both have ordinary optimizers, "
+        "{rpc_rnn_protocols prefetch_ratio.plain .2f} times those of",
         "and {latency rows.10.prefetch_ratio .2f} times\nbetween machines"],
 }
 MARKED = re.compile(r"(<!-- (=|code|output|replay|map|table) ([^>]*?) -->)(.*?)(<!-- end -->)",
