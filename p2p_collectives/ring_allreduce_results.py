@@ -75,9 +75,9 @@ def fit(points: list[tuple[float, float, float]]) -> tuple[float, float] | None:
     rows = np.array([(messages, n_bytes) for messages, n_bytes, _ in points])
     rows = rows / [[seconds] for *_, seconds in points]
     ones = np.ones(len(rows))
-    alpha, inverse_beta = np.linalg.lstsq(rows, ones)[0]
+    alpha, inverse_beta = np.linalg.lstsq(rows, ones, rcond=None)[0]
     if alpha < 0:
-        alpha, inverse_beta = 0.0, np.linalg.lstsq(rows[:, 1:], ones)[0].item()
+        alpha, inverse_beta = 0.0, np.linalg.lstsq(rows[:, 1:], ones, rcond=None)[0].item()
     return (alpha, 1 / inverse_beta) if inverse_beta > 0 else None
 
 
