@@ -8,8 +8,9 @@ Every headline command runs several times, one round after the other.
 
 `docs/results/NAME.json` has medians and ranges, of how many runs, on what, at which commit. A
 measurement that is interrupted continues where it was (without `outputs/benchmarks/running/` it
-begins anew). `docs/results/NAME/` has the pictures in both languages. `python -m benchmarks.docs`
-then writes the numbers into the pages.
+begins anew). What the pages show of one run, its pictures in `docs/results/NAME/` and what it
+printed, is of the run in the middle, the slowest and the fastest left out. `python -m
+benchmarks.docs` then writes the numbers into the pages.
 """
 
 import json
@@ -29,7 +30,7 @@ from common import report
 from common.cli import PlainParser, bounded, refuse
 from tqdm import tqdm
 
-from benchmarks import docs, pictures
+from benchmarks import docs, outputs, pictures
 from benchmarks.headlines import HEADLINES, ON_REQUEST
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,15 +72,17 @@ def measure(name, folder):
     command, _ = HEADLINES[name]
     with subprocess.Popen(
             [sys.executable, *command.split(), "--output_dir", str(unfinished)], cwd=ROOT,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
         try:
-            _, err = process.communicate()
+            printed, _ = process.communicate()
         finally:
             process.terminate()  # of an interruption it is told once, and ends what it has started
     if process.returncode:
         raise SystemExit(
-            f"error: {command} ended with status {process.returncode}: {err[-1000:]}")
+            f"error: {command} ended with status {process.returncode}: {printed[-1000:]}")
+    printed = printed.replace(str(unfinished), outputs.folder_of(command))
+    (unfinished / "printed.txt").write_text(printed)
     unfinished.rename(folder)
 
 
@@ -129,7 +132,7 @@ def main(argv=None):
                     measure(name, folder)
                 bar.update()
         folders = {name: finish(name, KEPT / "running" / name) for name in names}
-    draw(folders)
+    show(folders)
 
 
 def finish(name, folder):
@@ -153,10 +156,20 @@ def runs_in(folder):
             for run in sorted(whole, key=lambda run: int(run.name))]
 
 
-def draw(folders):
-    """Draw the pictures of commands, or take them from their last run, into `RESULTS/NAME/`.
+def in_the_middle(runs):
+    """The number of the run of median duration; where none is reported, of the last.
 
-    Those that no page shows are not kept.
+    Args:
+        runs: their metrics, in the order in which they ran.
+    """
+    seconds = [run.get("wall_s") for run in runs]
+    return len(runs) if None in seconds else 1 + seconds.index(statistics.median_low(seconds))
+
+
+def show(folders):
+    """Keep what one run of a command has printed and drawn; draw the pictures of all its runs.
+
+    Pictures go into `RESULTS/NAME/`. Those that no page shows are not kept.
 
     Args:
         folders: `{name: where its runs are}`.
@@ -164,7 +177,9 @@ def draw(folders):
     runs = {name: runs_in(folder) for name, folder in folders.items()}
     shown = "".join(page.read_text() for page in docs.pages())
     for name, folder in folders.items():
-        drawn = sorted((folder / str(len(runs[name]))).glob("*.png"))
+        middle = folder / str(in_the_middle(runs[name]))
+        outputs.keep(f"python {HEADLINES[name][0]}", (middle / "printed.txt").read_text())
+        drawn = sorted(middle.glob("*.png"))
         if drawn:
             (RESULTS / name).mkdir(exist_ok=True)
         for path in drawn:

@@ -1,8 +1,11 @@
 """Run the commands of the pages, and keep what they print: what a page shows was printed.
 
     python -m benchmarks.outputs                 all of them, one after the other (ten minutes)
-    python -m benchmarks.outputs rpc_rl hybrid   these
+    python -m benchmarks.outputs batch_rl p2p_blocking   these
     python -m benchmarks.outputs --replays       record the messages of short runs instead
+
+`python -m benchmarks` keeps those of the commands that it measures, too: so table, picture and
+output of a page are of the same runs.
 
 `python -m benchmarks.docs` writes them between `<!-- output NAME -->` and `<!-- end -->`, and the
 links to the replays after `<!-- replay NAME -->`.
@@ -94,6 +97,22 @@ def replay_of(name):
     return ROOT / "docs/results/replays" / f"{name}.json"
 
 
+def folder_of(command):
+    """Where the program of a command, such as `rpc_rl/main.py --seed 1`, writes by default."""
+    program = Path(command.split()[0])
+    return str("outputs" / (program.parent if program.stem == "main" else program.with_suffix("")))
+
+
+def keep(command, printed):
+    """Keep what a command has printed, its middle left out, if a page shows it."""
+    lines = printed.splitlines()
+    if len(lines) > FIRST + LAST + 1:
+        lines[FIRST:-LAST] = ["..."]
+    for name in (name for name in COMMANDS if COMMANDS[name] == command):
+        path_of(name).parent.mkdir(exist_ok=True)
+        path_of(name).write_text("\n".join([f"$ {command}", *lines]) + "\n")
+
+
 def record(name):
     """Run the program of a replay, and keep its data; a deadlock ends with status 1."""
     with tempfile.TemporaryDirectory() as folder:
@@ -125,12 +144,8 @@ def main(argv=None):
                               stderr=subprocess.STDOUT)
         if done.returncode:
             raise SystemExit(f"{COMMANDS[name]}: status {done.returncode}\n{done.stdout}")
-        lines = done.stdout.splitlines()
-        if len(lines) > FIRST + LAST + 1:
-            lines[FIRST:-LAST] = ["..."]
-        path_of(name).parent.mkdir(exist_ok=True)
-        path_of(name).write_text("\n".join([f"$ {COMMANDS[name]}", *lines]) + "\n")
-        print(f"{name}: {len(lines)} lines", flush=True)
+        keep(COMMANDS[name], done.stdout)
+        print(f"{name}: {path_of(name).relative_to(ROOT)}", flush=True)
 
 
 if __name__ == "__main__":

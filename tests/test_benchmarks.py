@@ -8,7 +8,7 @@ import time
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import pictures
+from benchmarks import outputs, pictures
 from benchmarks.peers import collectives
 
 MACHINE = {"cpu_count": 2, "device": "cpu", "torch": "2.13.0+cpu"}
@@ -27,7 +27,8 @@ def bench(tmp_path, monkeypatch):
             raise SystemExit("error")
         Bench.runs.append((name, folder.name))
         folder.mkdir(parents=True)
-        (folder / "metrics.json").write_text(json.dumps({**MACHINE, "wall_s": len(Bench.runs)}))
+        (folder / "metrics.json").write_text(json.dumps({**MACHINE, "wall_s": -len(Bench.runs) % 5}))
+        (folder / "printed.txt").write_text(f"{name} {folder.name}")
         for picture in ("learning_curve.png", "unseen.png"):
             (folder / picture).write_text(f"{name} {folder.name}")
 
@@ -35,6 +36,7 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks, "measure", measure)
     monkeypatch.setattr(benchmarks, "KEPT", Bench.kept)
     monkeypatch.setattr(benchmarks, "RESULTS", Bench.results)
+    monkeypatch.setattr(outputs, "path_of", lambda name: Bench.results / f"{name}.txt")
     monkeypatch.setattr(pictures, "draw", lambda command, runs, folder: Bench.drawn.append(
         (command, [run["wall_s"] for run in runs], folder)))
     Bench.runs, Bench.drawn = [], []
@@ -48,19 +50,22 @@ def test_an_interrupted_measurement_continues(bench):
     benchmarks.main(["latency", "rpc_rl"])
     assert bench.runs == [(name, str(number)) for number in (1, 2, 3) for name in ("latency", "rpc_rl")]
     written = json.loads((bench.results / "latency.json").read_text())
-    assert written["median"]["wall_s"] == 3
-    assert written["range"]["wall_s"] == [1, 5]
+    assert written["median"]["wall_s"] == 2
+    assert written["range"]["wall_s"] == [0, 4]
 
 
-def test_pictures_are_of_all_runs_or_of_the_last(bench):
+def test_what_is_shown_is_of_all_runs_or_of_the_one_in_the_middle(bench):
     benchmarks.main(["latency", "rpc_rl"])
     command = benchmarks.HEADLINES["latency"][0]
-    assert bench.drawn == [(command, [1, 3, 5], bench.results / "latency")]
+    assert bench.drawn == [(command, [4, 2, 0], bench.results / "latency")]
     (kept,) = (bench.results / "rpc_rl").iterdir()  # of the two that a run draws: what a page shows
-    assert (kept.name, kept.read_text()) == ("learning_curve.png", "rpc_rl 3")
+    # Runs 1 to 3 took 3, 1 and 4 s.
+    assert (kept.name, kept.read_text()) == ("learning_curve.png", "rpc_rl 1")
+    assert (bench.results / "rpc_rl.txt").read_text().splitlines()[1:] == ["rpc_rl 1"]
+    assert not (bench.results / "latency.txt").exists()  # no page shows it
     benchmarks.main(["latency", "--draw"])
     assert len(bench.runs) == 6
-    assert bench.drawn == [(command, [1, 3, 5], bench.results / "latency")] * 2
+    assert bench.drawn == [(command, [4, 2, 0], bench.results / "latency")] * 2
 
 
 def test_a_finished_measurement_begins_anew(bench):
