@@ -53,7 +53,8 @@ BLOCKS = [1, 2, 2, 1]  # in layer1 to layer4
 CALM = 100  # the learning rate is divided by it, so that rounding grows less
 MOST_ROWS = 3  # the first ones of --num_splits
 SENT_S = 3.0  # at most, until all micro-batches of a batch have been sent
-ADD_S = 0.2  # between the look-up of a gradient and its sum
+# Between the look-up of a gradient and its sum; and at most, until another one comes.
+ADD_S, ANOTHER_S = 0.2, 10.0
 TOLERANCE = 1e-10
 BECAUSE = "the same sums in another order, in float64"
 SIGMAS = 6  # two tensors in a billion would be further from what is expected
@@ -119,11 +120,17 @@ def shards_of(args: argparse.Namespace,
             lesson.ResNetShard2(block, blocks[2:], args.num_classes, device, 2 * args.seed + 2))
 
 
-def short_resnet(arch: str, num_classes: int) -> nn.Module:
-    """Make a ResNet of torchvision with the blocks of `arch`, but fewer."""
+def short_resnet(arch: str, num_classes: int, width: int = 64) -> nn.Module:
+    """Make a ResNet of torchvision with the blocks of `arch`, but fewer, and maybe narrower ones.
+
+    Args:
+        arch: which.
+        num_classes: outputs.
+        width: channels inside of the first blocks; only those of "resnet50" have another than 64.
+    """
     resnet = import_torchvision().models.resnet
     block = {"resnet18": resnet.BasicBlock, "resnet50": resnet.Bottleneck}[arch]
-    return resnet.ResNet(block, BLOCKS, num_classes=num_classes)
+    return resnet.ResNet(block, BLOCKS, num_classes=num_classes, width_per_group=width)
 
 
 # --- compared
@@ -401,7 +408,7 @@ def record(program: str, rank: int, world_size: int, args: argparse.Namespace) -
     prepare(args)
     if rank > 0:
         with Recorder() as recorder:
-            add_slowly(recorder)
+            add_slowly(recorder, args)
             wait_for_all(recorder, args)
             return run_worker(rank, world_size, args)
     seen = OnMaster(single_process(args))
@@ -439,7 +446,6 @@ def wait_for_all(recorder: Recorder, args: argparse.Namespace) -> None:
 
     A shard gets `sent`: where not all had come in time, how many of how many; the owners `by` name.
     """
-    ends = list(itertools.accumulate(args.num_splits * (1 + args.num_batches)))
     changed = threading.Condition()
     for shard_class in (lesson.ResNetShard1, lesson.ResNetShard2):
         @recorder.around(shard_class, "forward")
@@ -451,27 +457,39 @@ def wait_for_all(recorder: Recorder, args: argparse.Namespace) -> None:
                 sent["number"] += 1
                 if hasattr(x_rref, "owner_name"):
                     sent["by"].add(x_rref.owner_name())
-                begin, end = next((pair for pair in itertools.pairwise([0, *ends])
-                                   if pair[1] >= sent["number"]), (0, 0))
+                begin, end = batch_of(sent["number"], args)
                 changed.notify_all()
                 if not sent["late"] and not changed.wait_for(lambda: sent["number"] >= end, SENT_S):
                     sent["late"].append((sent["number"] - begin, end - begin))
             return original(shard, x_rref, i)
 
 
-def add_slowly(recorder: Recorder) -> None:
+def batch_of(number: int, args: argparse.Namespace) -> tuple[int, int]:
+    """Return how many micro-batches have come before, and at the end, of the batch of `number`."""
+    ends = itertools.accumulate(args.num_splits * (1 + args.num_batches), initial=0)
+    return next((pair for pair in itertools.pairwise(ends) if pair[1] >= number), (0, 0))
+
+
+def add_slowly(recorder: Recorder, args: argparse.Namespace) -> None:
     """Let another thread come between a gradient's look-up and its sum: a lock keeps it out."""
     here, grad = threading.local(), inspect.getattr_static(torch.Tensor, "grad")
+    changed, came = threading.Condition(), []
 
     @recorder.around(early_backward.ShardOptimizer, "add")
     def add(original, optimizer, context_id):
-        here.is_first = True
+        with changed:
+            came.append(context_id)
+            changed.notify_all()
+            begin, end = batch_of(len(came), args)
+            here.waits_for = begin + 2 if len(came) == begin + 1 < end else None
         original(optimizer, context_id)
 
     def look_up(param):
-        found = grad.__get__(param)
-        if getattr(here, "is_first", False):
-            here.is_first = False
+        found, number = grad.__get__(param), getattr(here, "waits_for", None)
+        if number is not None:
+            here.waits_for = None
+            with changed:
+                changed.wait_for(lambda: len(came) >= number, ANOTHER_S)
             time.sleep(ADD_S)
         return found
 

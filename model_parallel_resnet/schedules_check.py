@@ -25,8 +25,8 @@ from model_parallel_resnet import check as oracle
 from model_parallel_resnet import schedules as lesson
 from model_parallel_resnet.recording import StepByStep, state
 
-LATE = 0.05  # s, longer than a micro-batch's first forward
-STEP_LATE = 0.5  # s, longer than the comparison of a step
+LATE = 0.2  # s, in which another rank begins its first forward
+STEP_LATE = 1.0  # s, longer than the comparison of a step
 # What the names of the other program's layers begin with, for each stage; the stages of each rank.
 HALVES = [("conv1", "bn1", "layer1", "layer2"), ("layer3", "layer4", "fc")]
 QUARTERS = [("conv1", "bn1", "layer1"), ("layer2",), ("layer3",), ("layer4", "fc")]

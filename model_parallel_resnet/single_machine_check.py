@@ -3,7 +3,7 @@
 The lesson's own `train_toy` and `measure` run, on a few small images and in float64, where a
 mistake cannot be taken for rounding: a warm-up and one repeat of two steps for each model. Time is
 made here: a clock that only the trainings move on, each by another number of seconds. So each
-second in the table is known beforehand. The ResNet has fewer blocks: see check.py.
+second in the table is known beforehand. The ResNet has fewer and narrower blocks: see check.py.
 
 The other program has its own data, micro-batches, loss, steps, and order of turns. Its ResNet50 is
 not cut, and the statistics of BatchNorm are those of each micro-batch, one after the other. It
@@ -34,6 +34,7 @@ from model_parallel_resnet.recording import furthest, state
 
 FLAGS = {"batch_size": 5, "image_size": SIDE, "num_batches": 2, "num_repeat": 1, "split_size": 3,
          "split_sizes": [3, 5], "measured_sizes": [3, 5]}
+WIDTH = 16  # channels
 
 
 # --- one process, one device
@@ -47,7 +48,7 @@ def single_process(args: argparse.Namespace) -> Iterator[dict]:
         each BatchNorm the running statistics and the number of batches that it has seen.
     """
     torch.manual_seed(args.seed)
-    resnet = short_resnet("resnet50", lesson.NUM_CLASSES)
+    resnet = short_resnet("resnet50", lesson.NUM_CLASSES, WIDTH)
     images = torch.randn(args.batch_size, 3, SIDE, SIDE)
     classes = torch.randint(lesson.NUM_CLASSES, (args.batch_size,))
     targets = nn.functional.one_hot(classes, lesson.NUM_CLASSES).double()
@@ -157,7 +158,7 @@ class Seen:
 def record(seen: Seen, args: argparse.Namespace) -> list[dict]:
     """Run the lesson's `measure` with a shorter ResNet50 and another clock; return its rows."""
     trainings = itertools.count(1)
-    resnet50 = functools.partial(short_resnet, "resnet50")
+    resnet50 = functools.partial(short_resnet, "resnet50", width=WIDTH)
     torchvision = SimpleNamespace(models=SimpleNamespace(resnet50=resnet50))
 
     def read_clock():

@@ -32,7 +32,7 @@ from torch import nn
 from param_server import batch_update as lesson
 from param_server import batch_update_results as results
 
-UPDATES, BATCH_SIZE, IMAGE_SIZE = {"resnet18": 3, "resnet50": 2}, 4, 40  # at most
+UPDATES, BATCH_SIZE, IMAGE_SIZE = 2, 4, 40  # at most
 MEETING_S = 10  # that the server waits for the gradients of all trainers, to add them at once
 BECAUSE = "double precision; only the order of sums may differ"
 
@@ -323,7 +323,7 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
         program: batch_update.py or flat_update.py.
         args: the parsed flags.
     """
-    args.num_updates = UPDATES[args.arch]
+    args.num_updates = UPDATES
     args.batch_size = min(args.batch_size, BATCH_SIZE)
     args.image_size = min(args.image_size, IMAGE_SIZE)
     worker = functools.partial(record, program.__name__)

@@ -42,7 +42,7 @@ EPOCHS, BATCH_SIZE = 2, 8  # images, at most
 # Updates of all trainers together in each epoch, about; test images for more than one batch of the
 # accuracy.
 UPDATES, TEST_IMAGES = 8, 510
-HEAD_START_S, DECISION_S, MODE_S = 0.3, 0.01, 0.2
+FIRST_AT_MOST_S, DECISION_S, MODE_S = 10.0, 0.01, 0.2
 REST_STEPS, REST_S, REST_AT_MOST_S = 3, 0.2, 10.0
 LAYERS = ("dropout1", "dropout2")
 DOUBLE = "double precision"
@@ -163,14 +163,16 @@ class Recording:
     before it and how many had begun at its end. `steps`: context, gradients, weights afterwards.
     `draws` of dropout, in order: context, what it multiplied with. `evaluations`, the forwards
     outside of a context: images, log-probabilities. `events`: forwards and steps, in order.
-    `saved`: the checkpoints. `gathered`: when all trainers had met. `rested`: how many steps the
-    others could and did make during the first forward of trainer1. `modes`: those that trainers
-    have set; `switching`, the threads that do so now. `metrics`: what the first trainer returns.
+    `saved`: the checkpoints. `came`: the ranks of the trainers that came to a meeting; `gathered`:
+    when all had met. `rested`: how many steps the others could and did make during the first
+    forward of trainer1. `modes`: those that trainers have set; `switching`, the threads that do so
+    now. `metrics`: what the first trainer returns.
     """
 
     def __init__(self) -> None:
         self.forwards, self.steps, self.draws, self.evaluations = [], [], [], []
-        self.events, self.saved, self.gathered, self.metrics = [], [], [], None
+        self.events, self.saved, self.metrics = [], [], None
+        self.came, self.gathered = [], []
         self.rested, self.modes, self.switching = None, set(), set()
         self.begun, self.drawing, self.thread = 0, threading.Lock(), threading.local()
 
@@ -241,7 +243,9 @@ def record_trainer(recorder: Recorder) -> None:
         yield from batches
         if rank > 1 and epoch == args.epochs - 1:
             # The first trainer is ready before the others: its accuracy must wait for their steps.
-            time.sleep(HEAD_START_S)
+            ends = time.time() + FIRST_AT_MOST_S
+            while not rpc.rpc_sync(lesson.SERVER_NAME, first_is_ready) and time.time() < ends:
+                time.sleep(0.02)
         yield last
 
     @recorder.around(lesson.TrainerNet, "train")
@@ -264,6 +268,11 @@ def record_trainer(recorder: Recorder) -> None:
 def last_epoch() -> int:
     """Return when a check ends; the server knows from its checkpoint where the training began."""
     return lesson.param_server.first_epoch + EPOCHS
+
+
+def first_is_ready() -> bool:
+    """Decide, on the server, whether the first trainer waits for the others at its end."""
+    return recording.came.count(1) == 2  # the other time, it was to begin together
 
 
 def receive(metrics: dict) -> None:
@@ -350,6 +359,7 @@ def record_calls(recorder: Recorder, server: lesson.ParameterServer) -> None:
 
     @recorder.around(server, "all_gather")
     def all_gather(original, rank, value):
+        recording.came.append(rank)
         values = original(rank, value)
         recording.gathered.append(time.time())
         return values

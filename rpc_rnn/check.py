@@ -38,7 +38,9 @@ from rpc_rnn.main import role_name
 
 EPOCHS = 2
 DROPOUT = 0.25  # where --dropout is 0, which would leave no mark
-EVALUATION_S = 0.5  # that each evaluation is made to last: the time of the training must exclude it
+# That each evaluation is made to last, and at least as long as the training before it: the time of
+# the training must exclude it.
+EVALUATION_S = 0.5
 STEP_S = 0.02  # that the first trainer waits before its step: who does not wait sees old tables
 PART_S = 0.5  # that it takes to make a table: meanwhile, another trainer asks for it
 TOLERANCE = 1e-9
@@ -310,10 +312,15 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
             seen.together = dist.is_initialized() and barriers.all_had_come()
             return restored
 
+        evaluated = []  # when each evaluation ended
+
         @recorder.around(results, "evaluate")
         def late_evaluate(evaluate, *place):
-            time.sleep(EVALUATION_S)
-            return evaluate(*place)
+            trained_s = time.time() - evaluated[-1] if evaluated else 0.0
+            time.sleep(max(EVALUATION_S, 1.2 * trained_s))
+            val_loss = evaluate(*place)
+            evaluated.append(time.time())
+            return val_loss
 
         @recorder.around(DistributedOptimizer, "step")
         def late_step(step, opt, context_id):
