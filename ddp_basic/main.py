@@ -126,7 +126,7 @@ def demo_skew(rank: int, world_size: int, args: argparse.Namespace) -> dict[str,
     """
     device = device_for(args.device)
     inputs, labels = (tensor.to(device) for tensor in toy_samples(rank, args))
-    # A timeout of its own. gloo: with nccl, a timeout ends the process without a message.
+    # A timeout of its own. gloo: with nccl, a watchdog ends the process, and nothing is raised.
     group = dist.new_group(timeout=timedelta(seconds=args.timeout), backend="gloo")
     spans = {}
     for name, slow_rank in (("even_spans", None), ("spans", args.slow_rank)):
