@@ -13,8 +13,8 @@ nobody has to write down; worker1 still sends all forward first.
 
 What it wins: worker2 can drop the activations of a micro-batch before the next one comes; main.py
 keeps those of all. It gains time only from a core that the other worker leaves idle: with equal
-pieces and a core for each worker, both orders take ten slots. On 2 cores both took 2.3 s a batch
-with 4 micro-batches (docs/results/pipeline_schedules.json, ranges of a second). What it costs:
+pieces and a core for each worker, both orders take ten slots. (Measured: docs/lessons/6_7.md.) What
+it costs:
 
 - a context of its own for each micro-batch. The first gradient that reaches a worker makes its
   autograd count what every gradient of that context has to wait for; a forward that comes later
