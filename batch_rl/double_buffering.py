@@ -16,7 +16,7 @@ environments (python -m benchmarks.latency). It takes something to wait for, and
 otherwise: a round trip that takes about as long as one half plays (docs/beyond.md).
 
 What it costs: twice as many messages for the same states. On the two cores of one machine it wins
-nothing (0.98 times, docs/results/batch_rl_double.json).
+nothing (0.97 times, docs/results/batch_rl_double.json).
 """
 
 import argparse

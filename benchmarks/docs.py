@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 IN_DOCSTRINGS = {
     "batch_rl/double_buffering.py": [
         "wins: {latency rows.2.double_buffering_ratio .1f} times the environment steps/s",
-        "({batch_rl_double double_buffering_gain.batched .2f} times, docs/results"],
+        "({batch_rl_double double_buffering_gain .2f} times, docs/results"],
     "batch_rl/until_solved.py": [
         "solved in {batch_rl_train wall_s .0f} s, after {batch_rl_train episodes .0f} episodes"],
     "batch_rl/vector.py": [

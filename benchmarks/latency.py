@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PORT = 29500  # where nobody else listens: the machines are new ones
 RNN = "-m benchmarks.rpc_rnn --rounds {turns}"
 RL = ("-m benchmarks.batch_rl --observers 1 --envs_per_observer {envs} --envs sync --one_core "
-      "--variants vector double_buffering --num_episode {turns} --num_steps {steps}")
+      "--num_episode {turns} --num_steps {steps}")
 WORDS = {
     "en": {"title": "Two machines: what hiding messages saves", "y": "steps/s, without = 1",
            "x": "what the cable adds to a round trip (ms)", "prefetch": "rpc_rnn/prefetch.py",
@@ -76,9 +76,8 @@ def row_of(milliseconds, args):
                 "prefetch_ratio": rnn["prefetch_ratio"]["plain"]}
         words = RL.format(envs=args.envs_per_observer, turns=args.turns, steps=args.steps)
         rl = measure(machines, words.split(), reporting_rank=0)
-        row |= {f"{name}_per_s": rl["medians"][f"{name}, batched"]
-                for name in ("vector", "double_buffering")}
-        row["double_buffering_ratio"] = rl["double_buffering_gain"]["batched"]
+        row |= {f"{name}_per_s": steps for name, steps in rl["medians"].items()}
+        row["double_buffering_ratio"] = rl["double_buffering_gain"]
     return row
 
 

@@ -15,8 +15,7 @@ the lock first. Only the running statistics of BatchNorm depend on it. So the or
 statistics of each micro-batch, and adds them up in the order that was recorded.
 
 No time is expected to have a certain length. But between the two readings of the clock there must
-be one step, that of the row; and from the windows of time, the rows, the printed table and the last
-line are computed once more.
+be one step, that of the row. (tests/test_reports.py holds the table that is printed.)
 """
 
 import argparse
@@ -24,9 +23,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import math
-import re
-import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -43,7 +39,7 @@ from common.vision import import_torchvision
 from torch import nn
 from torch.distributed import rpc
 
-from model_parallel_resnet import early_backward, measuring, results
+from model_parallel_resnet import early_backward
 from model_parallel_resnet import main as lesson
 from model_parallel_resnet.measuring import Window
 from model_parallel_resnet.recording import StepByStep, state
@@ -57,7 +53,6 @@ SENT_S = 3.0  # at most, until all micro-batches of a batch have been sent
 ADD_S, ANOTHER_S = 0.2, 10.0
 TOLERANCE = 1e-10
 BECAUSE = "the same sums in another order, in float64"
-SIGMAS = 6  # two tensors in a billion would be further from what is expected
 
 
 # --- one process
@@ -136,45 +131,23 @@ def short_resnet(arch: str, num_classes: int, width: int = 64) -> nn.Module:
 # --- compared
 
 
-def compare(seen: StepByStep, metrics: dict, args: argparse.Namespace, name: str,
-            workers: Sequence[str], parts: int = 1) -> Comparison:
+def compare(seen: StepByStep, metrics: dict, args: argparse.Namespace, workers: Sequence[str],
+            parts: int = 1) -> Comparison:
     """Hold the training that was recorded against the other program; return the findings.
 
     Args:
         seen: what was recorded.
         metrics: of the lesson.
         args: the parsed flags.
-        name: of the pipeline.
         workers: the roles that compute.
         parts: of the model that each of them has.
     """
     ours, theirs = seen.ours, [*seen.theirs, *seen.alone]  # also what was left out
     found = Comparison(f"{args.world_size} processes")
-    hold_initial_weights(found, args)
     hold_steps(found, ours, theirs, metrics)
     steps = [(step.get("started", 0), step.get("ended", 0)) for step in ours]
     hold_windows(found, steps, metrics, args, workers, parts)
-    for times, of_times in (("measured", metrics), ("made-up", made_up(metrics, args, workers))):
-        hold_table(found, times, of_times, args, name, workers)
-        if parts == 1:
-            hold_parts(found, times, of_times, workers)
     return found
-
-
-def hold_initial_weights(found: Comparison, args: argparse.Namespace) -> None:
-    """Hold the standard deviations of convolutions: sqrt(2 / fan_out), as in torchvision."""
-    most = 0.0
-    for shard in shards_of(args):
-        for module in shard.modules():
-            if isinstance(module, nn.Conv2d):
-                height, width = module.kernel_size
-                expected = math.sqrt(2 / (module.out_channels * height * width))
-                standard_error = 1 / math.sqrt(2 * module.weight.numel())
-                off = (module.weight.std().item() / expected - 1) / standard_error
-                most = max(most, abs(off))
-    found.holds("initial weights", most < SIGMAS,
-                "the deviations of the convolutions of both shards from torchvision's "
-                f"sqrt(2 / fan_out): at most {most:.1f} standard errors, {SIGMAS} allowed")
 
 
 def hold_steps(found: Comparison, ours: list[dict], theirs: list[dict], metrics: dict) -> None:
@@ -247,100 +220,6 @@ def hold_windows(found: Comparison, steps: list[Window], metrics: dict, args: ar
                 [[[number * parts] * len(workers)] * args.num_batches
                  for number in args.num_splits],
                 "of each worker between the two readings", unit="row")
-
-
-def made_up(metrics: dict, args: argparse.Namespace, workers: Sequence[str]) -> dict:
-    """Return other times: three of each row, whose median is no mean, nor the first or last.
-
-    The later a row, the earlier it is on the clock.
-    """
-    windows = [[(100 * row + 10 * i, 100 * row + 10 * i + (1 + 0.1 * row) * seconds)
-                for i, seconds in enumerate((2.0, 7.0, 2.5))]
-               for row in reversed(range(len(args.num_splits)))]
-    spans = {worker: [{"kind": "forward", "start": start, "labels": {},
-                       "end": start + (0.3 + 0.1 * i + 0.2 * j) * (end - start)}
-                      for of_row in windows for i, (start, end) in enumerate(of_row)]
-             for j, worker in enumerate(workers)}
-    return {**metrics, "windows": windows, "spans": spans}
-
-
-def hold_table(found: Comparison, times: str, metrics: dict, args: argparse.Namespace, name: str,
-               workers: Sequence[str]) -> None:
-    """Hold the rows, the printed table and the line of numbers.
-
-    Args:
-        found: the `Comparison`.
-        times: "measured" or "made-up".
-        metrics: of the lesson, or of `made_up`.
-        args: the parsed flags.
-        name: of the pipeline, for the line of numbers.
-        workers: the roles that compute.
-    """
-    expected = expected_rows(metrics, args, workers)
-    rows = results.rows_of(metrics, args, workers)
-    found.close(f"rows of {times} times", rows, expected, TOLERANCE, "medians, idle times", "row")
-
-    head, *lines = [line.split() for line in results.table(rows)]
-    printed = [dict(zip(head, (float(word.rstrip("%")) for word in line), strict=True))
-               for line in lines]
-    rounded = [{"splits": row["num_split"], "s/batch": round(row["median_s"], 2),
-                "speed-up": round(row["speedup"], 2), "ideal": round(row["ideal"], 2),
-                "idle": round(100 * row["idle_share"])} for row in expected]
-    found.close(f"table of {times} times", printed, rounded, TOLERANCE, "rounded alike", "row")
-
-    fastest = min(range(len(expected)), key=lambda row: expected[row]["median_s"])
-    best, losses = rounded[fastest], metrics["losses"]
-    _, words = results.last_line(rows, losses, args, name).split(":", 1)
-    numbers = [float(number) for number in re.findall(r"(?<![\w.])\d+\.?\d*", words)]
-    shown = [round(losses[0], 4), round(losses[-1], 4), best["splits"], best["s/batch"],
-             best["speed-up"], 1, best["ideal"], best["idle"]]
-    found.close(f"last line of {times} times", numbers, shown, TOLERANCE, "rounded alike", "word")
-
-
-def hold_parts(found: Comparison, times: str, metrics: dict, workers: Sequence[str]) -> None:
-    """Hold where each batch's time has gone: the parts are the whole; work, where a span is open.
-
-    Args:
-        found: the `Comparison`.
-        times: "measured" or "made-up".
-        metrics: of the lesson, or of `made_up`.
-        workers: the roles that compute.
-    """
-    ours, theirs = [], []
-    for of_row in metrics["windows"]:
-        for start, end in of_row:
-            parts = measuring.parts_of(metrics["spans"], workers, (start, end))
-            for worker in workers:
-                of_worker = parts[worker]
-                work = sum(of_worker[part] for part in ("forward", "backward", "both", "step"))
-                ours.append([sum(of_worker.values()), work, min(of_worker.values()) >= 0])
-                idle = idle_share(metrics["spans"][worker], start, end)
-                theirs.append([end - start, (1 - idle) * (end - start), True])
-    found.close(f"parts of {times} times", ours, theirs, TOLERANCE,
-                "of each batch on each worker: all parts, those of work, none below 0", "batch")
-
-
-def expected_rows(metrics: dict, args: argparse.Namespace, workers: Sequence[str]) -> list[dict]:
-    """Return what `results.rows_of` should make of the windows and the spans."""
-    medians = [statistics.median(end - start for start, end in of_row)
-               for of_row in metrics["windows"]]
-    rows = []
-    for number, median, of_row in zip(args.num_splits, medians, metrics["windows"], strict=True):
-        idle = [sum(idle_share(metrics["spans"][worker], *window) for worker in workers)
-                / len(workers) for window in of_row]
-        rows.append({"num_split": number, "median_s": median, "speedup": medians[0] / median,
-                     "ideal": 2 * number / (number + 1), "idle_share": statistics.median(idle)})
-    return rows
-
-
-def idle_share(spans: list[dict], start: float, end: float) -> float:
-    """Return the share of the time from `start` to `end` in which none of the spans was open."""
-    spans = [span for span in spans if span["start"] < end and span["end"] > start]
-    edges = sorted({start, end, *(min(max(span[edge], start), end) for span in spans
-                                  for edge in ("start", "end"))})
-    idle = sum(b - a for a, b in itertools.pairwise(edges)
-               if not any(span["start"] <= a and b <= span["end"] for span in spans))
-    return idle / (end - start)
 
 
 # --- recorded
@@ -421,7 +300,7 @@ def record(program: str, rank: int, world_size: int, args: argparse.Namespace) -
                 seen.after_step()
 
         metrics = run_worker(rank, world_size, args)
-    found = compare(seen, metrics, args, "RPC pipeline", lesson.WORKERS)
+    found = compare(seen, metrics, args, lesson.WORKERS)
     made, expected = seen.optimizer_steps, len(args.num_splits) * (1 + args.num_batches)
     found.holds("steps", made == expected,
                 f"the run made {made} optimizer steps, the oracle expects {expected}")

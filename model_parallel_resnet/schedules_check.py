@@ -75,7 +75,7 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     if metrics is None:
         return None
     made, expected = seen.join(of_ranks), len(args.num_splits) * (1 + args.num_batches)
-    found = oracle.compare(seen, metrics, args, args.schedule, lesson.STAGES, len(places[0]))
+    found = oracle.compare(seen, metrics, args, lesson.STAGES, len(places[0]))
     found.equal("steps", made, [expected] * 2, "that the optimizer has made", "stage")
     found.equal("schedule", [metrics["schedule"] == args.schedule], [True], "in the metrics", "run")
     found.equal("in flight", [step.get("in flight") for step in seen.ours],

@@ -17,7 +17,6 @@ import itertools
 import math
 import random
 import re
-import statistics
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
@@ -237,50 +236,6 @@ def micro_batches_of(args: argparse.Namespace) -> list[int]:
     return [1, 1, *(math.ceil(args.batch_size / size) for size in args.split_sizes)]
 
 
-def hold_numbers(found: Comparison, rows: list[dict], args: argparse.Namespace) -> None:
-    """Hold averages and the tutorial's four numbers, of made-up times; and what is printed."""
-    starts = (4.0, 4.4, 6.0, 2.0)
-    rows = [{**row, "times_s": [start, start + 3.0, start + 0.5]}
-            for row, start in zip(rows, starts, strict=True)]
-    deviation = statistics.pstdev([0.0, 3.0, 0.5])
-    averages = [[start + 0.5, start + 3.5 / 3, deviation] for start in starts]
-    results.add_averages(rows)
-    found.close("averages", [[row["median_s"], row["mean_s"], row["std_s"]] for row in rows],
-                averages, TOLERANCE, "of made-up times", "row")
-    single, model_parallel, pipeline, best = (median for median, _, _ in averages)
-    expected = {"model_parallel_slower": model_parallel / single - 1,
-                "pipeline_faster": single / pipeline - 1, "best_split_size": 5,
-                "best_split_faster": single / best - 1}
-    numbers = results.compare_times(rows, args.split_size)
-    found.close("the tutorial's numbers", [numbers], [expected], TOLERANCE, "of made-up times",
-                "row")
-    hold_table(found, rows, averages, args)
-    words = results.last_line(numbers, rows[0]["losses"], args.devices)
-    shown = [f"takes {expected['model_parallel_slower']:+.0%} time",
-             f"pipelined {expected['pipeline_faster']:+.0%} speed",
-             f"size 5 with {expected['best_split_faster']:+.0%} ",
-             f"{rows[0]['losses'][0]:.3f} -> {rows[0]['losses'][-1]:.3f}"]
-    found.holds("last line", all(part in words for part in shown), f"has {'; '.join(shown)}")
-
-
-def hold_table(found: Comparison, rows: list[dict], averages: list[list[float]],
-               args: argparse.Namespace) -> None:
-    """Hold the printed table; `averages` has the median, mean and deviation of each row."""
-    head, *lines = results.table(rows)
-    columns = [head.index(name) for name in (
-        "split size", "micro-batches", "median", "mean", "deviation", "median / single")]
-    found.holds("table's columns", all(a < b for a, b in itertools.pairwise(columns)),
-                "split size, micro-batches, median, mean, deviation, ratio")
-    printed = [[float(word) for word in line.split() if word[0].isdigit()] for line in lines]
-    sizes = [[], [], *([size] for size in args.split_sizes)]
-    expected = [[*size, number, *(round(seconds, 3) for seconds in of_row),
-                 round(of_row[0] / averages[0][0], 2)]
-                for size, number, of_row
-                in zip(sizes, micro_batches_of(args), averages, strict=True)]
-    found.close("table", [dict(enumerate(line)) for line in printed],
-                [dict(enumerate(line)) for line in expected], TOLERANCE, "rounded alike", "row")
-
-
 # --- the command
 
 
@@ -307,7 +262,6 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float]:
             return verdict(found.as_dict())
         hold_steps(found, seen.ours, [*seen.theirs, *seen.alone])
         hold_rows(found, rows, seen, args)
-        hold_numbers(found, rows, args)
         return verdict(found.as_dict())
     finally:
         torch.set_num_threads(usual)

@@ -130,29 +130,19 @@ def compare(rows: list[dict], everyone: list[list], args: Namespace) -> dict:
         of_size = {row["algorithm"]: row for row in rows if row["bytes"] == largest}
         seconds = [[call["seconds"] for call in calls if call["bytes"] == largest]
                    for calls in mine]
-        if hold_time(findings, name, of_size.get(name), seconds):
-            hold_bandwidth(findings, name, of_size[name], of_size["all_reduce"], args.world_size)
+        hold_time(findings, name, of_size.get(name), seconds)
     hold_waiting(findings, everyone)
     return findings.as_dict()
 
 
 def hold_time(findings: Comparison, name: str, row: dict | None,
-              seconds: list[list[float]]) -> bool:
+              seconds: list[list[float]]) -> None:
     """Hold the time in a row against the slowest rank's `seconds`, without the first round."""
     slowest = [max(of_all) for of_all in zip(*seconds, strict=False)]
     median = statistics.median(slowest[1:])
-    return findings.holds(f"{name}, reported time", row and 0 <= row["median_s"] - median < CLOSE_S,
-                          f"{row and row['median_s']} s; the slowest rank took {slowest} s, the "
-                          f"first of these to warm up: median {median} s")
-
-
-def hold_bandwidth(findings: Comparison, name: str, row: dict, library: dict, n: int) -> None:
-    """Hold what a row of n ranks makes of its time."""
-    findings.close(f"{name}, reported bandwidth",
-                   [row["bytes"], row["world_size"], row["bus_GBps"], row["vs_all_reduce"]],
-                   [row["bytes"], n, 2 * (n - 1) * row["bytes"] / n / row["median_s"] / 1e9,
-                    library["median_s"] / row["median_s"]], 1e-12,
-                   "2(N-1)/N of the bytes, by the reported time", unit="number")
+    findings.holds(f"{name}, reported time", row and 0 <= row["median_s"] - median < CLOSE_S,
+                   f"{row and row['median_s']} s; the slowest rank took {slowest} s, the first of "
+                   f"these to warm up: median {median} s")
 
 
 def hold_waiting(findings: Comparison, everyone: list[list]) -> None:

@@ -11,7 +11,6 @@ import importlib
 import itertools
 import shutil
 import tempfile
-import time
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -169,8 +168,7 @@ class Seen:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         settings = optimizer.param_groups[0]
         self.step |= {"gradients": flat([p.grad for p in parameters]), "weights": flat(parameters),
-                      "settings": [settings[name] for name in ("lr", "momentum", "nesterov")],
-                      "time": time.perf_counter()}
+                      "settings": [settings[name] for name in ("lr", "momentum", "nesterov")]}
         self.steps[self.training].append(self.step)
         self.step = {}
 
@@ -192,9 +190,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
             for training, flags in zip(TRAININGS, (args, resuming), strict=True):
                 seen.begin(training)
                 torch.manual_seed(rank)  # nothing may depend on what was drawn before
-                began = time.perf_counter()
-                metrics = original(rank, size, flags, *how)
-                seen.reported[training] = {**metrics, "took_s": time.perf_counter() - began}
+                seen.reported[training] = metrics = original(rank, size, flags, *how)
             dist.gather_object(seen, everyone if rank == 0 else None)
             return metrics
 
@@ -249,7 +245,6 @@ def compare(everyone: list[Seen], args: Namespace) -> dict:
                        [reported["test_accuracy"], reported["samples"]],
                        [epochs[-1]["accuracy"], (args.epochs - epochs_behind) * n_samples],
                        TOLERANCE, "of the test images; each image once in each epoch", "number")
-        hold_time(findings, title, rank0s, reported, of_epoch)
     for name in ("loss", "gradients", "weights"):
         findings.equal(f"resumed as if never stopped, {name}", of_ranks("resumed", name),
                        of_ranks("whole", name)[of_epoch:], "nothing may depend on the interruption")
@@ -279,13 +274,3 @@ def hold_parts(findings: Comparison, cut: list[list], seed: int) -> None:
                     f"{sum(count > 1 for count in counts.values())} used twice")
             break
     findings.holds("parts", ours == theirs, says)
-
-
-def hold_time(findings: Comparison, title: str, steps: list[dict], reported: dict,
-              of_epoch: int) -> None:
-    """Hold the reported seconds: at least those from the first to the last step of each epoch."""
-    of_epochs = [steps[at : at + of_epoch] for at in range(0, len(steps), of_epoch)]
-    least = sum(epoch[-1]["time"] - epoch[0]["time"] for epoch in of_epochs if epoch)
-    findings.holds(f"{title}reported time", least <= reported["train_s"] <= reported["took_s"],
-                   f"{reported['train_s']:.3f} s of training, at least {least:.3f} s between first "
-                   f"and last steps, at most {reported['took_s']:.3f} s in all")

@@ -3,7 +3,7 @@
 In main.py, one trainer at a time has the server. Here, each forward works with copies of the
 weights of that moment, and its backward needs only these: another trainer may step in between.
 
-What it wins: 959 samples/s in place of 718 with two trainers, 1175 in place of 893 with four
+What it wins: 644 samples/s in place of 466 with two trainers, 725 in place of 492 with four
 (medians of the commands below, on 2 cores; docs/results/param_server*.json).
 What it costs: the copies, and staleness. A gradient is that of weights that others have changed
 meanwhile, by about N-1 steps of N equally fast trainers. The server counts it:
@@ -17,7 +17,7 @@ meanwhile, by about N-1 steps of N equally fast trainers. The server counts it:
     python param_server/async_server.py --check                every number, against one process
 
 It ends with, about:
-    digits: test accuracy 96.9% after 920 updates by 2 trainers (async): 959 samples/s
+    digits: test accuracy 96.9% after 920 updates by 2 trainers (async): 644 samples/s
 """
 
 import collections

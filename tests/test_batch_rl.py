@@ -177,9 +177,8 @@ def test_one_seed_gives_one_training_to_the_last_digit(run_worker, envs, tmp_pat
 def test_benchmark(tmp_path):
     flags = ["--observers", "2", "--envs_per_observer", "4", "--num_steps", "30", "--num_episode", "2"]
     metrics = benchmark.main([*flags, "--output_dir", str(tmp_path)])
-    assert len(metrics["medians"]) == 4
-    assert min(metrics["medians"].values()) > 0
-    assert metrics["double_buffering_gain"].keys() == {"batched", "single"}
+    assert metrics["medians"].keys() == {"vector", "double_buffering"}
+    assert metrics["double_buffering_gain"] > 0
 
 
 def test_one_process(tmp_path):

@@ -3,8 +3,6 @@
 import json
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -25,31 +23,6 @@ def parsed(*flags):
 
 
 # --- pieces
-
-
-@pytest.mark.parametrize("server_class", [batch_update.BatchUpdateParameterServer, FlatParameterServer])
-def test_no_gradient_is_lost(server_class):
-    """Threads that push at the same moment, as RPC's do: all futures complete, with the step of the mean gradient."""
-    server = server_class(parsed("--world_size", 9, "--lr", 1))
-    with torch.no_grad():
-        for tensor in server.get_model():
-            tensor.zero_()
-    barrier, update = Barrier(8), batch_update.BatchUpdateParameterServer.update_and_fetch_model
-
-    def push(rank):
-        barrier.wait()
-        return update(server, rank, [torch.full_like(tensor, rank) for tensor in server.get_model()])
-
-    with ThreadPoolExecutor(8) as threads:
-        for expected in (-4.5, -4.5 - 1.9 * 4.5):  # lr 1, momentum 0.9, mean of 1 to 8
-            futures = list(threads.map(push, range(1, 9)))
-            assert all(future.done() for future in futures)
-            weights = torch.cat([tensor.flatten() for tensor in futures[0].value()[0]])
-            n_params = sum(param.numel() for param in server.model.parameters())
-            parameters, statistics = weights[:n_params], weights[n_params:]
-            torch.testing.assert_close(parameters, torch.full_like(parameters, expected))
-            assert torch.equal(statistics, torch.full_like(statistics, 4.5))  # a mean, not a gradient
-            assert min(future.value()[1] for future in futures) >= 0
 
 
 def trainer_of(rank, monkeypatch, *flags, trainer_class=batch_update.Trainer):

@@ -75,13 +75,6 @@ def one_thread():
         yield
 
 
-@pytest.fixture
-def one_rank(tmp_path, monkeypatch):
-    """Make this process the only rank, as `launch` would."""
-    for name, value in (("INIT_METHOD", f"file://{tmp_path}/store"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
-        monkeypatch.setenv(name, value)
-
-
 # --- what it computes
 
 
@@ -131,25 +124,6 @@ def test_what_a_run_tells(lesson):
     assert lines[-2].startswith("basic, checkpoint, model_parallel on 2 ranks: loss ")
     ran_on = {"example", "world_size", "device", "backend", "seed", "wall_s", "torch", "python", "cpu_count"}
     assert set(metrics) == ran_on | set(DEMOS)
-
-
-def test_checkpoint_is_read_safely_onto_this_ranks_device(one_rank, tmp_path, monkeypatch):
-    """The tutorial's torch.load runs whatever code is in a file that anyone could have put into the temp folder."""
-    load, calls = torch.load, []
-
-    def recorded(path, **options):
-        calls.append((path, options))
-        return load(path, **options)
-
-    monkeypatch.setattr(torch, "load", recorded)
-    args = parsed(ddp_basic, tmp_path, "--world_size", 1, "--device", "cpu")
-    ddp_basic.setup(0, 1, args)
-    losses = ddp_basic.demo_checkpoint(0, 1, args)
-    assert losses == ddp_basic.demo_basic(0, 1, args)  # the same weights have been loaded
-    ddp_basic.cleanup()
-    path = args.output_dir.resolve() / f".model.{os.getpid()}.tmp"
-    assert calls == [(path, {"map_location": torch.device("cpu"), "weights_only": True})]
-    assert not path.exists()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs: two ranks on two each")

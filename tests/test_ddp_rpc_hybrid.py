@@ -3,13 +3,7 @@
 import json
 
 import torch
-import torch.distributed.autograd as dist_autograd
-from common.launcher import launch
-from common.session import rpc_options
 from torch import nn
-from torch.distributed import rpc
-from torch.distributed.optim import DistributedOptimizer
-from torch.distributed.rpc import RRef
 from torch.futures import Future
 
 from ddp_rpc_hybrid import main as hybrid
@@ -60,50 +54,6 @@ def test_the_master_passes_each_trainers_rank_and_no_timeout(monkeypatch):
 
 
 # --- what it computes
-
-
-class Sum(nn.Module):
-    """A million parameters, each with the gradient 1."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1_000_000))
-
-    def forward(self):
-        return self.weight.sum()
-
-    def parameter_rrefs(self):
-        return [RRef(self.weight)]
-
-    def lost(self, expected):
-        return int((self.weight != expected).sum())
-
-
-def step_often(rref, optimizer_class):
-    opt = DistributedOptimizer(optimizer_class, rref.rpc_sync().parameter_rrefs(), lr=1.0)
-    for _ in range(30):
-        with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [rref.rpc_sync().forward()])
-            opt.step(context_id)
-
-
-def step_together(rank, world_size, args):
-    role = hybrid.role_name(rank, world_size)
-    rpc.init_rpc(role, rank=rank, world_size=world_size, rpc_backend_options=rpc_options(args))
-    counted = None
-    if role == "master":
-        rref = rpc.remote("ps", Sum)
-        trainers = [rpc.rpc_async(f"trainer{rank}", step_often, args=(rref, hybrid.SGD)) for rank in (0, 1)]
-        for trainer in trainers:
-            trainer.wait()
-        counted = {"lost": rref.rpc_sync().lost(-60.0)}
-    rpc.shutdown()
-    return counted
-
-
-def test_no_update_is_lost():
-    """With torch.optim.SGD, which DistributedOptimizer compiles, some entries miss some steps in one run of two."""
-    assert launch(step_together, parsed(), hybrid.role_name)["lost"] == 0
 
 
 def test_training(tmp_path):

@@ -3,22 +3,17 @@
 A new lesson is one more row in PROGRAMS.
 """
 
-import contextlib
 import importlib
 import math
 import os
 import pickle
 import re
 import signal
-import sys
 import threading
 import time
-import traceback
-from multiprocessing import forkserver
 from typing import NamedTuple
 
 import pytest
-import torch
 from common import cli
 from common.launcher import launch, start, watch
 
@@ -228,7 +223,6 @@ def filled(pattern, rank, roles, timeout_s=TIMEOUT_S):
 
 
 _here = threading.local()
-_launchers = []  # process ids, as of `launcher`
 _original_start = start.Processes.start
 _original_note = watch.Decider.note_standstill
 
@@ -262,9 +256,6 @@ def clean(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "tmp").mkdir()
     yield
-    while _launchers:  # of a test that has failed: their ranks end with them
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(_launchers.pop(), signal.SIGKILL)
     # But for the fork server's socket, which serves the next test too, and torch's cache.
     left = [path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith(("pymp-", "torchinductor_"))]
     assert left == []
@@ -420,23 +411,6 @@ def test_spawn(program, clean, tmp_path, capfd):
     assert sorted(re.findall(r"rank (\d+) prints", out)) == [str(rank) for rank in range(len(program.roles.split()))]
 
 
-@pytest.mark.parametrize("program", [named(lesson) for lesson in ("rpc_rl.main", "ddp_basic.main", "param_server.main")], ids=str)
-def test_spawn_interrupted(program, clean, tmp_path):
-    """Ctrl-C, while they train."""
-    roles, folder = program.roles.split(), tmp_path / "interrupted"
-    pid = launcher(spawned(program), folder, PATIENT_S)
-    pids = [int(pid) for pid in wait_for(folder / "pids").split()]
-    deadline = time.monotonic() + SOON_S
-    while not all(f"rank {rank} prints" in (folder / "out").read_text() for rank in range(len(roles))):
-        assert time.monotonic() < deadline, (folder / "err").read_text()
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGINT)
-    status = ended(pid)
-    assert (folder / "err").read_text() == f"\ninterrupted; stopped {len(roles)} processes\n"
-    assert status == 130
-    gone(pids)
-
-
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_spawn_can_send(program, tmp_path, monkeypatch):
     """Of any program, what a rank runs and its flags can be pickled, as `mp.spawn` does."""
@@ -518,70 +492,8 @@ def test_slow_role(lesson, role, function, words, clean, tmp_path, capfd):
     assert err.splitlines()[-1].startswith(f"error: rank 0 ({program.roles.split()[0]}) raised TimeoutError; stopped ")
 
 
-def launcher(program, folder, timeout_s=TIMEOUT_S):
-    """Fork a launcher of this program, with its own session and output files; its process id."""
-    folder.mkdir()
-    pid = os.fork()
-    if pid:
-        _launchers.append(pid)
-        return pid
-    os.setsid()
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # it ends with pytest
-    torch.set_num_threads(1)  # the threads of OpenMP are not there any more, and it would wait for them
-    for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
-    # The fork server of the tests, which is not our child, is there.
-    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
-    run = _here.run = Run(program, folder, "none", program.roles.split()[0])
-    run.folder, status = folder, 0
-    run.started = lambda processes: (folder / "pids").write_text(" ".join(str(p.pid) for p in processes.values()))
-    try:
-        importlib.import_module(program.lesson).main(program.command(folder, timeout_s))
-    except SystemExit as stop:
-        status = stop.code
-    except BaseException:
-        traceback.print_exc()
-        status = 99
-    sys.stderr.flush()
-    os._exit(status)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_fault_of_the_launcher(program, clean, tmp_path):
-    """Ctrl-C and SIGTERM: one line, 130. SIGKILL: the ranks notice and clean up."""
-    signals = {"SIGINT": 130, "SIGTERM": 130, "SIGKILL": -signal.SIGKILL}
-    launchers = {name: launcher(program, tmp_path / name) for name in signals}
-    pids = {name: [int(pid) for pid in wait_for(tmp_path / name / "pids").split()] for name in signals}
-    time.sleep(1.5)
-    for name, pid in launchers.items():
-        os.kill(pid, getattr(signal, name))
-    for name, pid in launchers.items():
-        status = ended(pid)
-        err = (tmp_path / name / "err").read_text()
-        assert status == signals[name], err
-        expected = "" if name == "SIGKILL" else f"\ninterrupted; stopped {len(pids[name])} processes\n"
-        assert err == expected
-    gone([pid for of_launcher in pids.values() for pid in of_launcher])
-
-
-def ended(pid):
-    """Wait for a launcher; its exit status."""
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    _launchers.remove(pid)
-    return status
-
-
-def gone(pids):
-    """Assert that none of these processes runs, soon."""
-    deadline = time.monotonic() + SOON_S
-    while left := processes(lambda process: process.pid in pids):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
 def warm_up(folder):
-    """Start the fork server, if it is not there yet: launchers that are forked from here share it."""
+    """Start the fork server, if it is not there yet."""
     launch(sabotage.nothing, cli.Parser("test", "", 1).parse_args(["--output_dir", str(folder)]), lambda *_: "nothing")
 
 

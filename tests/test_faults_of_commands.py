@@ -99,14 +99,15 @@ def wait_for_worker(run, rank, way):
     raise AssertionError("no rank has started")
 
 
-@pytest.mark.parametrize("fault", ["SIGINT", "SIGTERM ten times", "SIGTERM and a frozen rank", "SIGKILL"])
+@pytest.mark.parametrize("fault", ["SIGINT", "SIGINT, spawn", "SIGTERM ten times", "SIGTERM and a frozen rank", "SIGKILL"])
 def test_fault_of_a_real_launcher(fault, tmp_path):
     """Ctrl-C goes to all processes of a terminal; `timeout` repeats SIGTERM; a killed one cannot clean up."""
-    with running(script("rpc_rl/main.py"), tmp_path, until="episode 10 ", cold=fault == "SIGINT") as run:
+    method = ["--start_method", "spawn"] if "spawn" in fault else []
+    with running(script("rpc_rl/main.py", *method), tmp_path, until="episode 10 ", cold=fault == "SIGINT") as run:
         if "frozen" in fault:
             os.kill(workers(run)[2], signal.SIGSTOP)
         for pause in range(10 if "ten" in fault else 1):  # until it is gone; also on its way out
-            if fault == "SIGINT":
+            if "SIGINT" in fault:
                 os.killpg(run.pid, signal.SIGINT)
             elif run.poll() is None:
                 run.send_signal(getattr(signal, fault.split()[0]))

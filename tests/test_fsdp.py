@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.nn import functional
 
 from ddp_basic import fsdp, fsdp_checkpoint, fsdp_memory
 from tests.helpers import png_size
@@ -89,20 +88,6 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_in_a_step(rank, world_size, args):
-    """In the middle of an epoch of eight steps, between two checkpoints."""
-    calls, honest = [], functional.mse_loss
-
-    def counted(*values):
-        calls.append(1)
-        if rank == 1 and len(calls) == 8 * (DIES_IN - 1) + 4:
-            die()
-        return honest(*values)
-
-    functional.mse_loss = counted
-    return HONEST(rank, world_size, args)
-
-
 def dies_while_writing(rank, world_size, args):
     """With half of its own file written, while the others write theirs."""
     honest = filesystem.FileSystemWriter.write_data
@@ -116,19 +101,6 @@ def dies_while_writing(rank, world_size, args):
         return written
 
     filesystem.FileSystemWriter.write_data = half
-    return HONEST(rank, world_size, args)
-
-
-def dies_before_the_name(rank, world_size, args):
-    """All have written everything; only the folder has not got its name."""
-    honest = fsdp_checkpoint.publish
-
-    def dying(temporary, epoch, about):
-        if epoch == DIES_IN:
-            die()
-        honest(temporary, epoch, about)
-
-    fsdp_checkpoint.publish = dying
     return HONEST(rank, world_size, args)
 
 
@@ -146,8 +118,7 @@ def dies_while_it_removes(rank, world_size, args):
     return HONEST(rank, world_size, args)
 
 
-MOMENTS = {dies_in_a_step: (1, DIES_IN - 1), dies_while_writing: (1, DIES_IN - 1),
-           dies_before_the_name: (0, DIES_IN - 1), dies_while_it_removes: (0, DIES_IN)}
+MOMENTS = {dies_while_writing: (1, DIES_IN - 1), dies_while_it_removes: (0, DIES_IN)}
 
 
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__name__)

@@ -4,9 +4,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
-from common.launcher import launch
-from common.session import group_options
 from torch.utils.data import TensorDataset
 
 from p2p_collectives import ring_allreduce, train
@@ -56,32 +53,6 @@ def test_demos(tmp_path):
 
 
 # --- rings
-
-
-def bytes_sent(rank, world_size, args):
-    """How much each ring sends for 4,000 bytes."""
-    sent, isend = [], dist.isend
-
-    def counting(tensor, *place):
-        sent.append(tensor.numel() * tensor.element_size())
-        return isend(tensor, *place)
-
-    ring_allreduce.dist.isend = counting
-    totals = {}
-    dist.init_process_group(**group_options(args), rank=rank, world_size=world_size)
-    for name, ring in ring_allreduce.algorithms().items():
-        sent.clear()
-        ring(torch.ones(1000))
-        totals[name] = sum(sent)
-    dist.destroy_process_group()
-    return totals if rank == 0 else None
-
-
-def test_chunks_save_bytes(tmp_path):
-    """The tutorial's ring sends the whole tensor N-1 times: N/2 times the bytes."""
-    totals = launch(bytes_sent, flags(ring_allreduce.build_parser(), tmp_path), ring_allreduce.role_name)
-    assert totals["ring_naive"] == 3 * 4000
-    assert totals["ring_chunked"] == totals["RingAllReduce"] == 2 * 3 * 1000
 
 
 def test_measured_rows_and_picture(tmp_path, capfd):

@@ -256,15 +256,6 @@ def test_it_learns(way, tmp_path):
 # --- the benchmarks
 
 
-def test_benchmark(tmp_path):
-    write_mnist(tmp_path, {"train": 60, "t10k": 1})
-    flags = ["--rounds", 1, "--batch_size", 4, "--dataset", "mnist", "--data_dir", tmp_path]
-    result = run([sys.executable, "-m", "benchmarks.param_server", *map(str, flags)], tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    metrics = json.loads((tmp_path / "outputs/benchmark_param_server/metrics.json").read_text())
-    assert min(metrics["ms_per_step"].values()) > 0
-
-
 def test_benchmark_of_the_trainers(tmp_path):
     write_mnist(tmp_path, {"train": 60, "t10k": 1})
     flags = ["--trainers", 2, "--epochs", 1, "--batch_size", 4, "--dataset", "mnist", "--data_dir", tmp_path]

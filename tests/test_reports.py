@@ -19,6 +19,7 @@ from ddp_rpc_hybrid import main as hybrid
 from ddp_rpc_hybrid import results as hybrid_results
 from model_parallel_resnet import main as pipeline
 from model_parallel_resnet import results as pipeline_results
+from model_parallel_resnet import single_machine_results
 from p2p_collectives import ring_allreduce, train, train_results
 from p2p_collectives import ring_allreduce_results as ring_results
 from param_server import main as param_server
@@ -224,14 +225,37 @@ def test_rings(drawn, tmp_path):
     assert [pytest.approx(3.0)] in shown
 
 
-def test_pipeline(drawn, tmp_path):
-    args = args_of(pipeline, tmp_path)
-    rows = [{"num_split": n, "median_s": 4.0 / n, "speedup": n, "ideal": 2 * n / (n + 1), "idle_share": 0.25} for n in (1, 2)]
+def test_pipeline(tmp_path):
+    """Medians, which are no means; the first row is what the others are compared with; idle workers, on average."""
+    args = args_of(pipeline, tmp_path, "--num_splits", 1, 2)
+    windows = [[(0, 4), (10, 16), (20, 24.4)], [(5, 7), (17, 20), (25, 27.2)]]
+    spans = {worker: [{"kind": "forward", "labels": {}, "start": start, "end": start + share * (end - start)}
+                      for of_row in windows for start, end in of_row]
+             for worker, share in (("worker1", 0.5), ("worker2", 0.3))}
+    rows = pipeline_results.rows_of({"windows": windows, "spans": spans}, args, [*spans])
     table = pipeline_results.table(rows)
-    assert [" ".join(line.split()) for line in table[1:]] == ["1 4.00 1.00 1.00 25%", "2 2.00 2.00 1.33 25%"]
+    assert [" ".join(line.split()) for line in table[1:]] == ["1 4.40 1.00 1.00 60%", "2 2.20 2.00 1.33 60%"]
     line = pipeline_results.last_line(rows, [0.5, 0.25], args, "RPC pipeline")
-    for number in ("0.5000", "0.2500", "2.00 s", "2.00 times"):
+    for number in ("0.5000", "0.2500", "2.20 s", "2.00 times"):
         assert number in line
+
+
+def test_single_machine():
+    """The tutorial's numbers, of medians: time for model parallel, speed for the two pipelines."""
+    rows = [{"model": model, "split_size": size, "micro_batches": n, "times_s": [start, start + 3.0, start + 0.5]}
+            for model, size, n, start in (("single device", None, 1, 4.0), ("model parallel", None, 1, 4.4),
+                                          ("pipeline", 3, 2, 6.0), ("pipeline", 5, 1, 2.0))]
+    single_machine_results.add_averages(rows)
+    assert [row["median_s"] for row in rows] == [4.5, 4.9, 6.5, 2.5]
+    numbers = single_machine_results.compare_times(rows, 3)
+    assert numbers == {"model_parallel_slower": pytest.approx(4.9 / 4.5 - 1), "pipeline_faster": pytest.approx(4.5 / 6.5 - 1),
+                       "best_split_size": 5, "best_split_faster": pytest.approx(4.5 / 2.5 - 1)}
+    table = [" ".join(line.split()) for line in single_machine_results.table(rows)]
+    assert table[0] == "model split size micro-batches median mean deviation median / single's"
+    assert table[3] == "pipeline 3 2 6.500 s 7.167 s 1.312 s 1.44"
+    line = single_machine_results.last_line(numbers, [0.5, 0.25], [torch.device("cpu")] * 2)
+    for words in ("takes +9% time", "pipelined -31% speed", "size 5 with +80% ", "0.500 -> 0.250"):
+        assert words in line
 
 
 DIVERGING = [  # with a learning rate that no training survives

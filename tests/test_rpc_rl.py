@@ -13,12 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common.launcher import launch
-from common.session import rpc_options
-from torch.distributed import rpc
 
 from benchmarks import rpc_rl as benchmark
-from rpc_rl import fast
 from rpc_rl import main as rpc_rl
 from tests.helpers import (
     commands_in,
@@ -88,28 +84,6 @@ def test_benchmark(tmp_path):
     assert [row["agent"] for row in metrics["rows"]] == ["plain", "fast, 2 RPCs a step", "fast", "ceiling"]
     assert metrics["rows"][3]["share_of_ceiling"] == 1
     assert all(len(speeds) == 4 and min(speeds) > 0 for speeds in metrics["steps_per_s"].values())
-
-
-def observers_start(rank, world_size, args):
-    rpc.init_rpc(rpc_rl.role_name(rank, world_size), rank=rank, world_size=world_size,
-                 rpc_backend_options=rpc_options(args))
-    started = None
-    if rank == 0:
-        agent = fast.FastAgent(world_size, args)
-        agent.run_episode()
-        names = [rref.owner_name() for rref in agent.ob_rrefs.values()]
-        started = {"names": names, "first_states": [states[0] for states in agent.states.values()]}
-    rpc.shutdown()
-    return started
-
-
-def test_observers_differ(tmp_path):
-    """The tutorial seeds all environments alike, and its OBSERVER_NAME is the same for all."""
-    args = rpc_rl.build_parser().parse_args(["--world_size", "3", "--output_dir", str(tmp_path)])
-    result = launch(observers_start, args, rpc_rl.role_name)
-    assert result["names"] == ["observer1", "observer2"]
-    first, second = result["first_states"]
-    assert first != second
 
 
 def test_defaults_can_solve(tmp_path):

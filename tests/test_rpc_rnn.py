@@ -10,8 +10,6 @@ import torch
 from rpc_rnn import main as rpc_rnn
 from rpc_rnn import prefetch, results, several_trainers
 from rpc_rnn.data import MarkovChain, columns, get_next_batch, load_language
-from rpc_rnn.results import SAMPLE_LENGTH
-from rpc_rnn.saving import LocalRNNModel
 from tests.helpers import ROOT, png_size, run, script
 
 MAIN = "rpc_rnn/main.py"
@@ -133,33 +131,6 @@ def test_it_learns(tmp_path):
     width, height = png_size(tmp_path / "outputs/rpc_rnn/loss.png")
     assert min(width, height) > 300
     assert sorted(path.name for path in (tmp_path / "outputs/rpc_rnn").iterdir()) == ["loss.png", "metrics.json"]
-
-
-def test_resume_continues_as_if_never_stopped(tmp_path, capfd):
-    """On a Japanese text, with dropout on both processes and Adam's state on both."""
-    saved, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
-    flags = [*SHORT, "--dropout", "0.3", "--output_dir", str(tmp_path)]
-    of_whole = rpc_rnn.main([*flags, "--epochs", "3", "--checkpoint", str(whole)])
-    rpc_rnn.main([*flags, "--checkpoint", str(saved)])
-    resumed = rpc_rnn.main([*flags, "--epochs", "3", "--checkpoint", str(saved), "--resume"])
-    assert resumed["epochs"] == of_whole["epochs"]
-    assert len(resumed["epochs"]) == 3
-    assert len(resumed["sample"]) == SAMPLE_LENGTH
-    assert set(resumed["sample"]) <= set(TEXT.read_text())
-    assert resumed["entropy_floor"] is None
-
-    # The checkpoint is the whole model: without RPC it has the same loss.
-    state = torch.load(saved, weights_only=True)
-    language = load_language(parsed(*flags))
-    model = LocalRNNModel(language.ntoken, 32, 8, 1)
-    model.load_state_dict(state["model"])
-    table, hidden, total = columns(language.val, 4, 0, 1), None, 0.0
-    with torch.no_grad():
-        for data, target in get_next_batch(table, 35):
-            output, hidden = model.eval()(data, hidden)
-            loss = torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()).item()
-            total += loss * len(data) / (len(table) - 1)
-    assert total == pytest.approx(resumed["epochs"][-1]["val_loss"], rel=1e-5)
 
 
 # --- what can go wrong

@@ -1,4 +1,4 @@
-"""32 全員が来ない集合通信 / Not everyone comes (6_4, p2p_collectives/main.py)."""
+"""32 一部のランクが来ない集合通信 / Not everyone comes (6_4, p2p_collectives/main.py)."""
 
 from collections.abc import Iterator
 

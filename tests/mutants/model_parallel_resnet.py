@@ -7,9 +7,9 @@ RESULTS = "model_parallel_resnet/results.py"
 SMALL = ("--arch", "resnet18", "--num_splits", "1", "3")
 
 
-def mutant(name, old, new, check, file=MAIN):
+def mutant(name, old, new, check="", file=MAIN, test=""):
     """All with the smaller model: a check of a few seconds."""
-    return Mutant(name, file, old, new, check=check, flags=SMALL, program=MAIN)
+    return Mutant(name, file, old, new, check=check, test=test and f"tests/{test}", flags=SMALL, program=MAIN)
 
 
 MUTANTS = [
@@ -46,7 +46,8 @@ MUTANTS = [
            "            out = self.fc(torch.flatten(self.seq(x.detach()), 1))\n",
            "weights|micro-batches"),
     mutant("weights of the second shard as torch gives them",
-           "num_classes)\n        self._init_weights()\n", "num_classes)\n", "initial"),
+           "num_classes)\n        self._init_weights()\n", "num_classes)\n",
+           test="test_model_parallel_resnet.py::test_initial_weights_of_both_shards"),
     mutant("both shards with one seed", "args=(block, blocks[2:], num_classes, device, 2 * seed + 2)",
            "args=(block, blocks[2:], num_classes, device, 2 * seed + 1)", "outputs"),
     mutant("warm-up among the timed batches", "[times[1:] for times", "[times for times", "timed", RESULTS),
@@ -54,9 +55,9 @@ MUTANTS = [
            "                outputs = model(inputs)\n",
            "                outputs = model(inputs)\n                started = time.time()\n", "timed"),
     mutant("rows of the table in another order", "zip(args.num_splits, medians, metrics",
-           "zip(args.num_splits[::-1], medians, metrics", "rows", RESULTS),
+           "zip(args.num_splits[::-1], medians, metrics", file=RESULTS, test="test_reports.py::test_pipeline"),
     mutant("mean for median", "medians = [statistics.median(", "medians = [statistics.fmean(",
-           "rows", RESULTS),
+           file=RESULTS, test="test_reports.py::test_pipeline"),
     mutant("downsample without its stride",
            "conv1x1(self.inplanes, planes * self._block.expansion, stride)",
            "conv1x1(self.inplanes, planes * self._block.expansion)", "layers|error"),

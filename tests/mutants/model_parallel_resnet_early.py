@@ -4,11 +4,12 @@ from tests.mutants import Mutant
 
 EARLY, MEASURING = "model_parallel_resnet/early_backward.py", "model_parallel_resnet/measuring.py"
 SMALL = ("--arch", "resnet18", "--num_splits", "1", "3")
+PARTS = "tests/test_model_parallel_resnet.py::test_the_parts_of_a_batch"
 
 
-def mutant(name, old, new, check, file=EARLY):
+def mutant(name, old, new, check="", file=EARLY, test=""):
     """All with the smaller model; its micro-batches are not all of one size."""
-    return Mutant(name, file, old, new, check=check, flags=SMALL, program=EARLY)
+    return Mutant(name, file, old, new, check=check, test=test, flags=SMALL, program=EARLY)
 
 
 MUTANTS = [
@@ -34,7 +35,6 @@ MUTANTS = [
     mutant("a plain backward, which stays on the master", "dist_autograd.backward(context_id, [loss])", "loss.backward()",
            "error|weights|micro-batches"),
     mutant("the loss of the last micro-batch", "return sum(losses)", "return losses[-1]", "losses"),
-    mutant("a wait counted twice", 'parts["messages"] += b - a - waited', 'parts["messages"] += b - a', "parts of made-up", MEASURING),
-    mutant("adding up counted as waiting", '        "add": "step", "step": "step"}', '        "step": "step"}', "parts of measured",
-           MEASURING),
+    mutant("a wait counted twice", 'parts["messages"] += b - a - waited', 'parts["messages"] += b - a', file=MEASURING, test=PARTS),
+    mutant("adding up counted as waiting", '        "add": "step", "step": "step"}', '        "step": "step"}', file=MEASURING, test=PARTS),
 ]
