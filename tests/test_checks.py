@@ -75,7 +75,7 @@ CHECKS = {
     "model_parallel_resnet.early_backward": {f"{SHARDS} --num_splits 1 3": 14},
     "model_parallel_resnet.schedules": {
         "--arch resnet18 --num_splits 2": 14,
-        f"{SHARDS} --num_splits 3 --schedule 1f1b": 14,
+        f"{SHARDS} --num_splits 3 --batch_size 30 --schedule 1f1b": 14,
         **{f"{SHARDS} --num_splits 2 --schedule {name}": 14 for name in ("interleaved", "zero_bubble", "zero_bubble_v")},
     },
     "model_parallel_resnet.single_machine": {"--seed 7 --lr 0.03": 10},

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import logging
 import os
@@ -82,6 +83,11 @@ def rpc_transports(local_world_size: int, cores: int, together: bool) -> str | N
     became up to twice as slow. There it is TCP alone (uv).
     """
     return "uv" if local_world_size > cores and not together else None
+
+
+def show_crashes() -> None:
+    """Print the lines in which this thread was, where C++ crashes or aborts."""
+    faulthandler.enable(file=2, all_threads=False)
 
 
 def reproducible(args: Namespace) -> None:

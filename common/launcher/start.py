@@ -375,6 +375,7 @@ def run_rank(index: int, run_worker: Callable, args: Namespace, ranks: list[int]
     environment.ask_briefly()
     environment.wake_with_parent()  # not torch's SIGINT: the heartbeat cleans up before it ends
     environment.quiet_cpp()
+    environment.show_crashes()
     # Ctrl-C ends it even inside C++; the launcher prints the message.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -37,6 +37,7 @@ def be_one_rank(run_worker: Callable, args: Namespace, names: list[str]) -> dict
     environment.enter(me, args.world_size, local_rank, local_world_size, "env://",
                       os.environ["MASTER_ADDR"], together=False, cores=joblib.cpu_count())
     environment.wake_with_parent()
+    environment.show_crashes()
     environment.reproducible(args)
     neighbours = range(me - local_rank, me - local_rank + local_world_size)
     address, listener, store = _meet(me, args, local_world_size == args.world_size)

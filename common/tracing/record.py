@@ -65,7 +65,7 @@ class Traced:
         """Run it; see `launch`."""
         program = importlib.import_module(self.program)
         roles = [program.role_name(rank, world_size) for rank in range(world_size)]
-        title = f"{self.program.replace('.', '/')}.py, {world_size} processes"
+        title = f"{self.program.replace('.', '/')}.py, {world_size} ranks"
         messages.start(self.folder, rank, roles, title, report.machine(args))
         wrap(spans_of(self.program), program)
         if args.rank is not None or os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
