@@ -68,6 +68,7 @@ def build_parser():
     """Make the parser: the flags of batch_rl, whose episodes are timed."""
     parser = lesson.build_parser("benchmark_batch_rl", __doc__)
     add_envs_flag(parser)
+    parser.set_defaults(envs_per_observer=64)
     parser.add_argument("--one_core", action="store_true",
                         help="playing gives way to messages, for a machine of one core")
     return parser

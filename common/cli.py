@@ -235,6 +235,14 @@ def starts_rank(args: argparse.Namespace, rank: int) -> bool:
     return args.rank is None or args.rank == rank
 
 
+def require_own_gpus(args: argparse.Namespace) -> None:
+    """Refuse `--device cuda` where several ranks would have to share a GPU."""
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and gpus < len(ranks_here(args)):
+        refuse(f"--device cuda must be cpu or auto: torch sees {gpus} GPUs, and here each rank "
+               "needs its own", rank=None)
+
+
 def ranks_here(args: argparse.Namespace) -> range:
     """Return the ranks that this command starts; under torchrun, those of this machine."""
     if dist.is_torchelastic_launched():

@@ -12,6 +12,11 @@ from common.launcher import launch
 from common.launcher.worker import exit_now
 
 
+def role_name(rank: int, world_size: int) -> str:
+    """Name a rank, where all do the same."""
+    return f"rank{rank}"
+
+
 def run_program(run_worker: Callable[[int, int, Namespace], dict | None], args: Namespace,
                 role_name: Callable[[int, int], str],
                 finish: Callable[[dict, Namespace], dict]) -> dict | None:

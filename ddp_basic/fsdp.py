@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import report
-from common.cli import Parser, bounded, ranks_here, refuse, require_memory
+from common.cli import Parser, bounded, ranks_here, refuse, require_memory, require_own_gpus
 from common.program import run_program
 from common.session import device_of_group, group_options
 from torch import nn, optim
@@ -143,8 +143,8 @@ def train(rank: int, world_size: int, sharding: str, args: argparse.Namespace) -
     device = device_of_group(args)
     model, optimizer = WAYS[sharding](build_model(args).to(device), device, args)
     history = resume(model, optimizer, args) if args.resumed else []
-    # Of all ranks, whatever their number: see `local_batch_size` in `build_parser`.
-    inputs, labels = (tensor.to(device) for tensor in toy_samples(0, args))
+    of_all_ranks = argparse.Namespace(seed=args.seed, local_batch_size=SAMPLES)
+    inputs, labels = (tensor.to(device) for tensor in toy_samples(0, of_all_ranks))
     for epoch in range(len(history) + 1, args.epochs + 1):
         total, seconds = torch.zeros((), device=device), []
         dist.barrier()  # what was sent before has arrived, and is not counted
@@ -202,7 +202,6 @@ def build_parser() -> Parser:
         help="with --sharding full: save there after each epoch (default: nowhere)")
     add("--resume", dest="resumed", action="store_true",
         help="continue from the last whole checkpoint in --checkpoint")
-    parser.set_defaults(local_batch_size=SAMPLES)  # of data.py: here a dataset for all ranks
     return parser
 
 
@@ -212,10 +211,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     if args.global_batch_size % args.world_size:
         refuse(f"--global_batch_size {args.global_batch_size} must be a multiple of --world_size "
                f"{args.world_size}")
-    gpus = torch.cuda.device_count()
-    if args.device == "cuda" and args.rank is None and len(ranks_here(args)) > gpus:
-        refuse(f"--device cuda must be cpu or auto: torch sees {gpus} GPUs, and here each rank "
-               "needs its own", rank=None)
+    require_own_gpus(args)
     require_memory(args, ["width", "layers"], 16 * memory.count(args) * len(ranks_here(args)))
     folders.require_useful(args)
     try:

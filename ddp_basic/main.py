@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import LONGEST_S, Parser, bounded, ranks_here, refuse, require_memory
-from common.program import run_program
+from common.program import role_name, run_program
 from common.session import device_for, group_options
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -41,11 +41,6 @@ from ddp_basic import results
 from ddp_basic.data import toy_samples
 
 JOIN_TIMEOUT_S = 60.0  # processes take seconds to start: a tight --timeout is not for that
-
-
-def role_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank: all ranks do the same."""
-    return f"rank{rank}"
 
 
 def setup(rank: int, world_size: int, args: argparse.Namespace) -> None:

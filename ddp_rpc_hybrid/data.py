@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable
 
 import torch
-from common.cli import given, on_cpu, ranks_here, refuse, require_memory
+from common.cli import given, on_cpu, ranks_here, refuse, require_memory, require_own_gpus
 from torch.nn import functional as F
 
 BATCHES = 10  # of each trainer in an epoch
@@ -61,10 +61,7 @@ def require_parts(args: Namespace, role_name: Callable[[int, int], str]) -> None
     if dtensor and rows <= (ranks - 1) * -(-rows // ranks):
         refuse(f"{given(args, 'num_embeddings', 'world_size')} leaves a trainer without rows, and "
                f"a DTensor needs some on each: a part has {-(-rows // ranks)}")
-    gpus = torch.cuda.device_count()
-    if args.device == "cuda" and gpus < len(ranks_here(args)):
-        refuse(f"--device cuda must be cpu or auto: torch sees {gpus} GPUs, and here each trainer "
-               "needs its own", rank=None)
+    require_own_gpus(args)
     # The part's weights; their gradient, which has all rows of the part, or of the table.
     gradient = 1 if dtensor else 0 if args.sparse else 1 / ranks
     require_tables(args, role_name, 1 / ranks + gradient)

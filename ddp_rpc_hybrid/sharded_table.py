@@ -145,7 +145,8 @@ def train(rank: int, world_size: int, args: Namespace,
     device = device_of_group(args)
     model = ShardedModel(rank, world_size, device, args, table_class)
     # Each rank steps what it has: its rows, and its replica of the Linear.
-    opt = optim.SGD(model.parameters(), lr=args.lr, foreach=False)  # the twin has a DTensor
+    # foreach=False: sharded_table_dtensor.py has a DTensor among its parameters.
+    opt = optim.SGD(model.parameters(), lr=args.lr, foreach=False)
     criterion = nn.CrossEntropyLoss()
     teacher = Teacher(args)
     history = results.History(role_name(rank, world_size), args, show=rank == 0)

@@ -234,7 +234,7 @@ def role_name(rank: int, world_size: int) -> str:
 def run_worker(rank: int, world_size: int, args: argparse.Namespace,
                run_master: Callable[[argparse.Namespace], dict] = run_master) -> dict | None:
     """Train on rank 0, which returns the metrics; the others serve their shards."""
-    record_work(role_name(rank, world_size), ResNetShard1, ResNetShard2)  # the table's idle times
+    record_work(role_name(rank, world_size), ResNetShard1, ResNetShard2)  # for the table
     options = rpc_options(args, 8 + 2 * max(args.num_splits))  # threads: m + 1 suffice
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=options)

@@ -35,7 +35,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from common.cli import Parser, given, refuse
+from common.cli import Parser, given, refuse, require_own_gpus
 from common.program import run_program
 from common.session import device_of_group, group_options
 from torch import nn, optim
@@ -161,10 +161,7 @@ def require_stages(args: argparse.Namespace, schedules: Iterable[str]) -> None:
         for name in sorted({"interleaved", "zero_bubble"}.intersection(schedules)):
             if num_split % rounds:
                 refuse(f"--num_splits {num_split} must be even, or 1 or 3, with --schedule {name}")
-    gpus = torch.cuda.device_count()
-    if args.device == "cuda" and args.rank is None and gpus < len(STAGES):
-        refuse(f"--device cuda must be cpu or auto: torch sees {gpus} GPUs, and here each stage "
-               "needs its own", rank=None)
+    require_own_gpus(args)
 
 
 def finish(metrics: dict, args: argparse.Namespace) -> dict:

@@ -41,16 +41,9 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import Parser, refuse
-from common.program import run_program
+from common.program import role_name, run_program
 from common.session import group_options, rpc_options
 from torch.distributed import rpc
-
-EXAMPLE = "p2p_collectives/deadlock"
-
-
-def role_name(rank: int, world_size: int) -> str:
-    """Name a rank; all are alike."""
-    return f"rank{rank}"
 
 
 def send_first(rank: int, size: int) -> torch.Tensor:
@@ -189,7 +182,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Make the parser of the flags of this example."""
-    parser = Parser(EXAMPLE, __doc__, world_size=2, min_world_size=2)
+    parser = Parser("p2p_collectives/deadlock", __doc__, world_size=2, min_world_size=2)
     parser.add_argument("--kind", choices=KINDS, default="send_first", help="which deadlock")
     parser.add_argument("--mended", action="store_true", help="run it with its way out")
     parser.set_defaults(timeout=5.0)  # nothing else here takes long

@@ -30,14 +30,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import Parser, refuse, require_writable_file
-from common.program import run_program
-
-EXAMPLE = "p2p_collectives/init_methods"
-
-
-def role_name(rank: int, world_size: int) -> str:
-    """Name a rank; all are alike."""
-    return f"rank{rank}"
+from common.program import role_name, run_program
 
 
 def run(rank: int, size: int) -> float:
@@ -108,7 +101,7 @@ def free_port() -> int:
 
 def build_parser() -> Parser:
     """Make the parser of the flags of this example."""
-    parser = Parser(EXAMPLE, __doc__, world_size=3)
+    parser = Parser("p2p_collectives/init_methods", __doc__, world_size=3)
     add = parser.add_argument
     add("--method", choices=[*METHODS, "all"], default="all", help="how the processes meet")
     add("--file", type=Path, metavar="FILE", help="the store of --method file; must not exist yet "

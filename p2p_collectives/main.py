@@ -29,15 +29,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from common.cli import Parser
-from common.program import run_program
+from common.program import role_name, run_program
 from common.session import device_of_group, group_options
 
 from p2p_collectives import results
-
-
-def role_name(rank: int, world_size: int) -> str:
-    """Name a rank; all are alike."""
-    return f"rank{rank}"
 
 
 class Outcome(NamedTuple):

@@ -32,18 +32,11 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import Parser, bounded, ranks_here, refuse, require_memory
-from common.program import run_program
+from common.program import role_name, run_program
 from common.session import group_options
 
 from p2p_collectives import ring_allreduce_results as results
 from p2p_collectives.fast_ring import RingAllReduce, group_with_small_buffers
-
-EXAMPLE = "p2p_collectives/ring_allreduce"
-
-
-def role_name(rank: int, world_size: int) -> str:
-    """Name a rank; all are alike."""
-    return f"rank{rank}"
 
 
 def allreduce(send: torch.Tensor, recv: torch.Tensor) -> None:
@@ -156,7 +149,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Make the parser of the flags of this example."""
-    parser = Parser(EXAMPLE, __doc__, world_size=4)
+    parser = Parser("p2p_collectives/ring_allreduce", __doc__, world_size=4)
     add = parser.add_argument
     add("--sizes", type=bounded(int, at_least=1), nargs="+", default=[2**14, 2**20, 2**26],
         metavar="BYTES", help="of the tensor on each rank")

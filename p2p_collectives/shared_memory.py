@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import Parser, bounded, ranks_here, refuse, require_memory
-from common.program import run_program
+from common.program import role_name, run_program
 from common.session import group_options
 
 from p2p_collectives import shared_memory_results as results
@@ -47,14 +47,8 @@ from p2p_collectives.fast_ring import RingAllReduce, group_with_small_buffers
 from p2p_collectives.ring_allreduce import contribution
 from p2p_collectives.shared_memory_results import COPIED, HIERARCHICAL, SHARED, SMALL_BYTES
 
-EXAMPLE = "p2p_collectives/shared_memory"
 BLOCK_SIZE = 2**16  # elements of a slice that are added up at a time: a core's cache holds them
 PAGE_BYTES = 2**12
-
-
-def role_name(rank: int, world_size: int) -> str:
-    """Name a rank; all are alike."""
-    return f"rank{rank}"
 
 
 class SharedMemory:
@@ -320,7 +314,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Make the parser of the flags of this example."""
-    parser = Parser(EXAMPLE, __doc__, world_size=4)
+    parser = Parser("p2p_collectives/shared_memory", __doc__, world_size=4)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--sizes", type=count, nargs="+", default=[2**16, 2**20, 2**26], metavar="BYTES",
         help="of the tensor on each rank")

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from common import checkpoint, report
 from common.cli import Parser, bounded, given, refuse, starts_rank
 from common.data import add_data_flags, fetch_data, load_data
-from common.program import run_program
+from common.program import role_name, run_program
 from common.session import device_for, group_options
 from torch import nn, optim
 from torch.nn import functional as F
@@ -41,13 +41,7 @@ from torch.utils.data import TensorDataset
 from p2p_collectives import train_results as results
 from p2p_collectives.data import batches, steps_of_epoch
 
-EXAMPLE = "p2p_collectives/train"
 MAX_NORM = 1.0  # gradients are clipped to it: large steps would end in chaos
-
-
-def role_name(rank: int, world_size: int) -> str:
-    """Name a rank; all are alike."""
-    return f"rank{rank}"
 
 
 class Partition:
@@ -202,8 +196,7 @@ def run(rank: int, size: int, args: Namespace, train_step: Callable = train_step
                                        "optimizer": optimizer.state_dict()})
     bar.close()
     results.require_equal_weights(net)
-    test_accuracy = results.accuracy(net, test_set, device) if rank == 0 else None
-    return {"epochs": epochs, "test_accuracy": test_accuracy,
+    return {"epochs": epochs, "test_accuracy": epochs[-1].get("accuracy"),
             "samples": clock.laps * sum(global_batches), "train_s": clock.seconds}
 
 
@@ -227,7 +220,7 @@ def run_worker(rank: int, world_size: int, args: Namespace, *how: Callable) -> d
     return metrics if rank == 0 else None
 
 
-def build_parser(example: str = EXAMPLE, description: str = __doc__) -> Parser:
+def build_parser(example: str = "p2p_collectives/train", description: str = __doc__) -> Parser:
     """Make the parser of the flags of this example."""
     parser = Parser(example, description, world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)

@@ -1,5 +1,6 @@
 """What the batched updates report: the metrics, the pictures, the line of numbers."""
 
+import resource
 import statistics
 import sys
 from argparse import Namespace
@@ -27,8 +28,6 @@ WORDS = {
 
 def peak_memory() -> int:
     """Return the peak of this process until now, in bytes."""
-    import resource  # not on Windows, where importing `common` ends with one line
-
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

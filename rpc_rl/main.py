@@ -41,9 +41,8 @@ from torch.distributed.rpc import RRef, remote
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
-from rpc_rl.results import History, finish, refuse_what_cannot_end
+from rpc_rl.results import ENV_NAME, History, finish, refuse_what_cannot_end
 
-ENV_NAME = "CartPole-v1"
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"  # Tutorial: "obs", the same name for all observers.
 RPC_THREADS = 2  # more only queue for the interpreter lock: the default, 16, is 15% slower

@@ -37,7 +37,7 @@ def test_training(tmp_path):
 def test_each_trainer_needs_its_own_gpu(refused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    refused(sharded_table.main, ["--device", "cuda"], ["--device cuda", "1 GPUs", "each trainer needs its own"])
+    refused(sharded_table.main, ["--device", "cuda"], ["--device cuda", "1 GPUs", "each rank needs its own"])
 
 
 # --- benchmarks/ddp_rpc_hybrid_tables.py

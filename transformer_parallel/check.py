@@ -55,8 +55,8 @@ class Routed(NamedTuple):
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     """Print what was compared; return `{what: difference}` where it is reported, else None."""
     args.steps, args.program = min(args.steps, STEPS), program.__name__
-    if hasattr(args, "bucket_kb"):  # as many buckets as of the program's model
-        args.bucket_kb = max(1, args.bucket_kb * UNITS**2 // Shape().units**2)
+    # As many buckets as of the program's model.
+    args.bucket_kb = max(1, args.bucket_kb * UNITS**2 // Shape().units**2)
     if {*MIXED, "plain"} & {*args.ways}:
         args.device = "cpu"  # whose kernels round as the oracle, and keep what is derived
     return verdict(launch(record, args, program.role_name))

@@ -261,7 +261,7 @@ def build_parser() -> Parser:
         help="places for F times the tokens that an expert would get, if all got as many")
     add("--balance", type=bounded(float, at_least=0), default=0.01, metavar="W",
         help="weight of the second loss")
-    parser.set_defaults(bucket_kb=1000, blocks=2)  # of eight MLPs each
+    parser.set_defaults(blocks=2)  # of eight MLPs each
     return parser
 
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from common.cli import Parser, bounded, refuse, require_memory
-from common.program import run_program
+from common.program import role_name, run_program
 from common.session import device_of_group, group_options
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -36,11 +36,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from transformer_parallel import results
 from transformer_parallel.data import batch_of
 from transformer_parallel.model import Shape, Transformer, loss_of
-
-
-def role_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank: all ranks do the same."""
-    return f"rank{rank}"
 
 
 class Way:
@@ -261,7 +256,7 @@ def shared_parser(example: str, description: str, ways: Mapping[str, type[Way]])
     add("--lr", type=bounded(float, above=0), default=0.001, help="learning rate of AdamW")
     add("--blocks", type=bounded(int, at_least=1, at_most=1000), default=4, metavar="N",
         help="of the model; each has 250,704 parameters")
-    parser.set_defaults(accumulate=1)  # more is main.py's: others are done after one backward
+    parser.set_defaults(accumulate=1, bucket_kb=1000)  # other values are main.py's
     return parser
 
 

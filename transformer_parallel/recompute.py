@@ -212,7 +212,6 @@ def build_parser() -> Parser:
     parser = tutorial.shared_parser("transformer_parallel/recompute", __doc__, WAYS)
     parser.add_argument("--every", type=bounded(int, at_least=1), default=1, metavar="K",
                         help="blocks between two inputs that are kept")
-    parser.set_defaults(bucket_kb=1000)
     return parser
 
 

@@ -245,9 +245,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = tutorial.shared_parser("transformer_parallel/ring_attention", __doc__, WAYS)
-    parser.set_defaults(bucket_kb=1000)
-    return parser
+    return tutorial.shared_parser("transformer_parallel/ring_attention", __doc__, WAYS)
 
 
 def main(argv: list[str] | None = None) -> dict | None:
