@@ -1,8 +1,8 @@
 """Run the commands of the pages, and keep what they print: what a page shows was printed.
 
-    python -m benchmarks.outputs                 all of them, one after the other (ten minutes)
-    python -m benchmarks.outputs batch_rl p2p_blocking   these
-    python -m benchmarks.outputs --replays       record the messages of short runs instead
+    python -m benchmarks.outputs                    all of them, one after the other (ten minutes)
+    python -m benchmarks.outputs batch_rl p2p_main  these
+    python -m benchmarks.outputs --replays          record the messages of short runs instead
 
 `python -m benchmarks` keeps those of the commands that it measures, too: so table, picture and
 output of a page are of the same runs.

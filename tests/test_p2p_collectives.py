@@ -166,7 +166,6 @@ def test_training(tmp_path):
     assert metrics["samples_per_s"] > 0
     assert len(metrics["epochs"]) == 10
     assert metrics["epochs"][-1]["loss"] < 0.3 * metrics["epochs"][0]["loss"]
-    assert metrics["epochs"][-1]["accuracy"] == metrics["test_accuracy"]
     lines = result.stdout.splitlines()
     assert lines[0].startswith("[rank0] epoch  1  test accuracy ")
     assert "weights bitwise identical" in lines[-2]
