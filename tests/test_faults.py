@@ -252,6 +252,9 @@ def clean(tmp_path, monkeypatch):
     warm_up(tmp_path)  # before: the name of the fork server's socket would be too long there
     monkeypatch.setattr(start.Processes, "start", _start)
     monkeypatch.setattr(watch.Decider, "note_standstill", _note_standstill)
+    # As it starts a process, multiprocessing asks how all others have ended, also those of other threads. The fork
+    # server tells it once: who asks second reads 255, and the line would be "died".
+    monkeypatch.setattr("multiprocessing.process._cleanup", lambda: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "tmp").mkdir()
