@@ -1,6 +1,6 @@
 """What does waiting for each other cost on a parameter server, and what staleness?
 
-Trainings of as many epochs, by 1, 2, 4 and 8 trainers, which share the same images: one at a time
+Trainings of as many epochs, by 1, 2 and 4 trainers, which share the same images: one at a time
 (lock: main.py), with gradients at most 1 and at most N-1 steps old (bounded_server.py), without a
 bound (async_server.py).
 
@@ -96,7 +96,7 @@ def build_parser():
     parser = PlainParser(__doc__)
     parser.set_defaults(example="benchmark_param_server_trainers")
     add, count = parser.add_argument, bounded(int, at_least=1)
-    add("--trainers", type=bounded(int, at_least=1, at_most=64), nargs="+", default=[1, 2, 4, 8],
+    add("--trainers", type=bounded(int, at_least=1, at_most=64), nargs="+", default=[1, 2, 4],
         metavar="N", help="how many train")
     add("--epochs", type=count, default=6, metavar="N", help="of each training")
     default_of = lesson.build_parser().get_default

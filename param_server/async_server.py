@@ -6,7 +6,8 @@ weights of that moment, and its backward needs only these: another trainer may s
 What it wins: 644 samples/s in place of 466 with two trainers, 725 in place of 492 with four
 (medians of the commands below, on 2 cores; docs/results/param_server*.json).
 What it costs: the copies, and staleness. A gradient is that of weights that others have changed
-meanwhile, by about N-1 steps of N equally fast trainers. The server counts it:
+meanwhile, by about N-1 steps of N equally fast trainers, and the more stale, the smaller `--lr` has
+to be (eight trainers may diverge with the default). The server counts it:
 
     steps of all trainers   ...   17        18        19        20   ...
     trainer1                   forward -------- backward ------- step      staleness 2
