@@ -16,8 +16,8 @@ the other does six. What is left then is the agent, so that works in large piece
     python batch_rl/vector.py --observers 5 --envs sync          one after the other, see below
     python batch_rl/vector.py --check                            the same numbers as one process?
 
-What it wins: the second command makes about 115,000 environment steps/s in batches, the first one
-41,000, and `fast.py --observers 5` 1,200 (2 cores; docs/results/batch_rl_64.json, batch_rl_16.json,
+What it wins: the second command makes about 80,800 environment steps/s in batches, the first one
+22,000, and `fast.py --observers 5` 1,200 (2 cores; docs/results/batch_rl_64.json, batch_rl_16.json,
 batch_rl.json). `--envs sync` has gymnasium's vector environment in which one steps after
 the other, as those must of which there is no vector version.
 

@@ -7,8 +7,8 @@ one's gradient too old. With K = 1, the second step of trainer2 has to wait here
     trainer2      forward -- step    forward -- ............... step
                   (trainer1's weights are 1 step old; a second one would make them 2 steps old)
 
-What it wins: with four trainers and K = 3, 962 samples/s in place of 777 with main.py, and no
-gradient older than 3 steps, where async_server.py makes 1030 samples/s with gradients up to 5 steps
+What it wins: with four trainers and K = 3, 658 samples/s in place of 434 with main.py, and no
+gradient older than 3 steps, where async_server.py makes 675 samples/s with gradients up to 5 steps
 old (medians of `python -m benchmarks.param_server_trainers`; docs/lessons/6_6.md).
 What it costs: two messages more in each step than async_server.py, as many as main.py, and the
 waiting: with K = 0 one trainer at a time, as in main.py.
