@@ -70,23 +70,26 @@ def measure(args):
     return rows
 
 
-def plot(metrics, args):
+def plot(runs, args):
     """Draw `trainers.png`: throughput, staleness and accuracy over the number of trainers."""
-    rows = {(row["trainers"], row["consistency"]): row for row in metrics["rows"]}
-    if 2 in args.trainers:
-        rows[2, OTHERS] = rows[2, ONE]
+    of_runs = [{(row["trainers"], row["consistency"]): row for row in run["rows"]} for run in runs]
+    for rows in of_runs:
+        if 2 in args.trainers:
+            rows[2, OTHERS] = rows[2, ONE]
     for panels, words in picture.in_each_language(
-            args.output_dir / "trainers.png", WORDS, [metrics], panels=3, height=8,
+            args.output_dir / "trainers.png", WORDS, runs, panels=3, height=8,
             epochs=args.epochs):
         for way, colour in zip((LOCK, ONE, OTHERS, ASYNC), picture.COLOURS, strict=False):
-            points = [(at, rows[trainers, way]) for at, trainers in enumerate(args.trainers)
-                      if (trainers, way) in rows]
+            points = [(at, (trainers, way)) for at, trainers in enumerate(args.trainers)
+                      if (trainers, way) in of_runs[0]]
             x = [at for at, _ in points]
             look = {"color": colour, "label": words[way]}
             for axes, key in zip(panels, ("samples_per_s", "staleness_mean", "test_accuracy"),
                                  strict=True):
-                picture.line(axes, x, [[row[key] for _, row in points]], **look)
-            panels[1].plot(x, [row["staleness_max"] for _, row in points], ":", color=colour)
+                picture.line(axes, x, [[rows[kind][key] for _, kind in points] for rows in of_runs],
+                             **look)
+            panels[1].plot(x, [max(rows[kind]["staleness_max"] for rows in of_runs)
+                               for _, kind in points], ":", color=colour)
         panels[0].set_ylim(bottom=0)
         panels[-1].set_xticks(range(len(args.trainers)), args.trainers)
 
@@ -119,7 +122,7 @@ def main(argv=None):
     flags_of(args)  # refuses what cannot run
     metrics = report.save_metrics(args, {"epochs": args.epochs, "rows": measure(args)},
                                   backend="tensorpipe")
-    plot(metrics, args)
+    plot([metrics], args)
     print(f"\n{'trainers':8}  {'consistency':11}  samples/s  staleness: mean  largest  accuracy")
     for row in metrics["rows"]:
         print("{trainers:8}  {consistency:11}  {samples_per_s:9.0f}  {staleness_mean:15.2f}  "
