@@ -6,6 +6,7 @@
 It is not frozen when its rank is, and outlives it.
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -45,6 +46,8 @@ def be_one_rank(run_worker: Callable, args: Namespace, names: list[str]) -> dict
     heartbeat = watcher.heartbeat = worker.Heartbeat(me, watcher.unwatched, args)
     heartbeat.start()
     heartbeat.connect(store or channel.open_store(*address))
+    # At its end Python ends this thread wherever it is: within C++, that aborts the process.
+    atexit.register(heartbeat.lock.acquire, timeout=watch.GRACE_S)
     worker.watch_calls(heartbeat)
     try:
         result = run_worker(me, args.world_size, args)
