@@ -34,7 +34,11 @@ LESSONS = ("p2p_collectives", "ddp_basic", "model_parallel_resnet", "rpc_rl", "r
 GUIDE = ("6_4", "6_3", "6_2", "6_5", "6_6", "6_7", "6_8", "6_9", "transformer")
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+# The file of the code that follows.
+CODE = re.compile(r"(?<=-->\n\n)(\[`.*`\]\(.*\))$(?=\n\n\Z)", re.MULTILINE)
 WIDE = "[\u3001-\u30ff\u4e00-\u9fff\uff01-\uff5e]"  # a Japanese character
+# Where a line is broken beside one, a space would show. What begins an item or a table stays.
+BROKEN = re.compile(rf"(?<={WIDE})\n *(?![\s*|#<>{{-]|\d+\.)|(?<=[^\s|>])\n *(?={WIDE})")
 LARGEST = 200_000  # bytes of a file that is shown with its lines
 WORDS = {"ja": {"name": "PyTorch分散学習チュートリアル", "guide": "解説", "lessons": "レッスン",
                 "more": "資料", "measured": "測定の記録"},
@@ -120,9 +124,10 @@ class Site:
 
     def converted(self, text, source, place):
         """A text of a page without its markers, and with links that hold in the site."""
+        text = CODE.sub(r"\1\n{: .file }", text)
         text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-        if self.language == "ja":  # a line that is broken in the source would show a space
-            text = re.sub(rf"(?<={WIDE})\n(?={WIDE})", "", text)
+        if self.language == "ja":
+            text = BROKEN.sub("", text)
         return LINK.sub(lambda match: match[1] + self.target(match[2], source, place) + match[3],
                         text)
 

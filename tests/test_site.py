@@ -59,7 +59,7 @@ def test_pages_are_small(site):
     assert large == {}
 
 
-@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("width", [390, 1400, 1800])
 def test_in_a_browser(width, site, browser):
     for page in SHOWN:
         shown, said = browser.new_page(viewport={"width": width, "height": 900}), []
@@ -72,6 +72,9 @@ def test_in_a_browser(width, site, browser):
             assert min(heights) > 100, page
         assert shown.evaluate("document.documentElement.scrollWidth") <= width, page
         assert said == [], page
+        if "/lessons/" in page:  # on a wide screen, the code is at the right of its text
+            text, code = (shown.locator(f".md-content__inner > {what}").first.bounding_box() for what in ("p", ".highlight"))
+            assert (code["x"] > text["x"] + text["width"]) == (width == 1800), page
         shown.close()
 
 
