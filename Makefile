@@ -11,11 +11,12 @@
 # make site    the pages as a site in both languages, outputs/site/index.html (half a minute; needs npm)
 # make lint    ruff
 # make bench   the numbers of the pages, measured again (about two hours)
+# make docs    the numbers, tables and code of the pages, written again from docs/results/ and the programs
 # make docs-check  do the pages say what the code and docs/results/ say? Part of make test
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo quick test test-all soak mutants learn learn-check compat gpu site lint bench docs-check clean
+.PHONY: demo quick test test-all soak mutants learn learn-check compat gpu site lint bench docs docs-check clean
 
 demo: .venv/ready
 	$(BIN)/python rpc_rl/main.py --world_size 3
@@ -56,6 +57,9 @@ lint: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.docs
+
+docs: .venv/ready
 	$(BIN)/python -m benchmarks.docs
 
 docs-check: .venv/ready

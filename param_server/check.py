@@ -78,8 +78,7 @@ def single_process(args: Namespace, data: tuple[TensorDataset, TensorDataset],
     if args.resume:
         state = torch.load(args.checkpoint, weights_only=True, map_location=device)
         weights, first_epoch = state["model"], state["epochs"]
-        if "random_numbers" in state:
-            torch.set_rng_state(state["random_numbers"].cpu())
+        torch.set_rng_state(state["random_numbers"].cpu())
     weights = {name: tensor.double() for name, tensor in weights.items()}
     train_set, test_set = data
     ranks = range(1, args.world_size)

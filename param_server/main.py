@@ -104,8 +104,7 @@ class ParameterServer(nn.Module):
             state = checkpoint.load(args)
             self.model.load_state_dict(state["model"])
             self.first_epoch = state["epochs"]
-            if "random_numbers" in state:  # checkpoints of earlier versions have none
-                torch.set_rng_state(state["random_numbers"])
+            torch.set_rng_state(state["random_numbers"])
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Turn images into log-probabilities, both on the CPU: RPC carries them."""

@@ -36,6 +36,10 @@ LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 # The file of the code that follows.
 CODE = re.compile(r"(?<=-->\n\n)(\[`.*`\]\(.*\))$(?=\n\n\Z)", re.MULTILINE)
+# The sentence that leads to a replay, and what shows that below it.
+REPLAY = re.compile(r"<!-- replay (\w+) -->\n.*?\]\((\S+?\.json)\).*?\n<!-- end -->", re.DOTALL)
+FRAME = ('\n\n<iframe class="replay" name="{}" loading="lazy" title="replay: {}" src="{}">'
+         "</iframe>\n")
 WIDE = "[\u3001-\u30ff\u4e00-\u9fff\uff01-\uff5e]"  # a Japanese character
 # Where a line is broken beside one, a space would show. What begins an item or a table stays.
 BROKEN = re.compile(rf"(?<={WIDE})\n *(?![\s*|#<>{{-]|\d+\.)|(?<=[^\s|>])\n *(?={WIDE})")
@@ -125,6 +129,8 @@ class Site:
     def converted(self, text, source, place):
         """A text of a page without its markers, and with links that hold in the site."""
         text = CODE.sub(r"\1\n{: .file }", text)
+        text = REPLAY.sub(lambda match: match[0] + FRAME.format(
+            self.language, match[1], self.target(match[2], source, place)), text)
         text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
         if self.language == "ja":
             text = BROKEN.sub("", text)

@@ -30,7 +30,7 @@ def for_ever(rank, world_size, args):
     if args.start_method == "spawn":
         print(f"rank {rank} prints", flush=True)
     for what in args.slowed:
-        replace(what, lambda honest: lambda *a, **k: (time.sleep(args.pause_s), honest(*a, **k))[1])
+        replace(what, lambda original: lambda *a, **k: (time.sleep(args.pause_s), original(*a, **k))[1])
     if args.raises is not None and rank == args.raises[0]:
         let_raise(args.raises[1], args.moment)
     if args.lesson == "p2p_collectives.main":
@@ -52,13 +52,13 @@ def let_raise(what, moment):
     module, function, fault = [*what.split(":"), "exception"][:3]
     calls = []
 
-    def sabotaged(honest):
+    def sabotaged(original):
         def call(*args, **kwargs):
             calls.append(1)
             if len(calls) == 3:
                 Path(moment).write_text(str(time.monotonic()))  # one clock for all processes
                 FAULTS[fault]()
-            return honest(*args, **kwargs)
+            return original(*args, **kwargs)
 
         return call
 
@@ -112,8 +112,8 @@ def replace(what, wrapper):
     owner = importlib.import_module(module)
     for step in path:
         owner = getattr(owner, step)
-    honest = getattr(owner, last)
-    wrapped = functools.wraps(honest)(wrapper(honest))
+    original = getattr(owner, last)
+    wrapped = functools.wraps(original)(wrapper(original))
     setattr(owner, last, staticmethod(wrapped) if isinstance(vars(owner).get(last), staticmethod) else wrapped)
 
 

@@ -84,10 +84,10 @@ LIMIT_S = 0.5  # of a call that gives none of its own
 
 def run_slowly(rank, world_size, args):
     """A training that takes longer than the server's process lets a call take."""
-    honest, call_trainers = batch_update.Trainer.get_next_batch, batch_update.run_ps
+    original, call_trainers = batch_update.Trainer.get_next_batch, batch_update.run_ps
 
     def slow(self):
-        for batch in honest(self):
+        for batch in original(self):
             time.sleep(LIMIT_S)
             yield batch
 

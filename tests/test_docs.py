@@ -3,12 +3,13 @@
 import ast
 import functools
 import importlib
+import json
 import re
 import shlex
 
 import pytest
 
-from benchmarks import docs
+from benchmarks import docs, outputs
 from tests.helpers import ROOT, commands_in
 
 PAGES = (path.relative_to(ROOT) for path in ROOT.rglob("*.md"))
@@ -47,9 +48,10 @@ def commands_of(script):
 
 
 @pytest.mark.parametrize("command", documented())
-def test_flags_exist(command, monkeypatch):
+def test_flags_exist(command, monkeypatch, tmp_path):
     """And go together: nothing is refused before a process is started."""
     path, flags = documented()[command]
+    flags = [str(tmp_path / flag) if flag == "DIR" else flag for flag in flags]  # a folder that is made at once
     monkeypatch.chdir(ROOT)
     module = module_of(path)
     if hasattr(module, "run_program") and "--resume" not in flags:  # of a checkpoint that is there
@@ -81,6 +83,20 @@ def test_links(readme):
 def test_numbers_and_maps_are_up_to_date():
     stale = [str(path.relative_to(ROOT)) for path in docs.out_of_date()]
     assert stale == [], "python -m benchmarks.docs writes them"
+
+
+@pytest.mark.parametrize("name", outputs.COMMANDS)
+def test_a_transcript_is_that_of_its_command(name):
+    assert outputs.path_of(name).read_text().startswith(f"$ {outputs.COMMANDS[name]}\n")
+
+
+@pytest.mark.parametrize("name", outputs.REPLAYS)
+def test_a_replay_shows_the_code_as_it_is(name):
+    """Beside a message stands the code that sent it: `python -m benchmarks.outputs --replays NAME` records it anew."""
+    for place in json.loads(outputs.replay_of(name).read_text())["places"]:
+        lines = (ROOT / place["path"]).read_text().splitlines()
+        for number, line in place["code"]:
+            assert lines[number - 1].strip() == line.strip(), f"{place['path']}:{number}"
 
 
 TRANSLATED = [readme for readme in READMES if readme.with_name(f"{readme.stem}.ja.md") in READMES]

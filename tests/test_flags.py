@@ -544,7 +544,7 @@ CHECKPOINTS = {
     "rpc_rnn.main": rnn_state,
     "rpc_rnn.prefetch": rnn_state,
     "rpc_rnn.several_trainers": rnn_state,
-    "param_server.main": lambda: {"model": param_server.Net().state_dict(), "epochs": 1},
+    "param_server.main": lambda: {"model": param_server.Net().state_dict(), "epochs": 1, "random_numbers": torch.get_rng_state()},
     **{f"p2p_collectives.{name}": lambda: {"model": p2p_train.Net().state_dict(), "epochs": []}
        for name in ("train", "train_flat", "train_ddp")},
     "ddp_basic.elastic": lambda: {"model": elastic.build_model(0).state_dict()},
@@ -561,12 +561,12 @@ def save_and_resume(name, path, state):
 def test_resume_in_a_folder_that_cannot_be_written(name, stubbed, monkeypatch):
     flags = save_and_resume(name, "folder/run.pt", CHECKPOINTS[name]())
     assert outcome(name, flags, stubbed) == ("accepted", "")
-    honest = tempfile.TemporaryFile
+    original = tempfile.TemporaryFile
 
     def read_only(*arguments, dir=None, **options):
         if Path(dir) == Path("folder"):
             raise OSError(30, "Read-only file system")
-        return honest(*arguments, dir=dir, **options)
+        return original(*arguments, dir=dir, **options)
 
     monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
     assert refusal(name, flags, stubbed) == (
@@ -640,7 +640,9 @@ def test_help_tells_every_default(name, capsys):
         parser_of(name).parse_args(["--help"])
     assert stop.value.code == 0
     shown = [action for action in parser_of(name)._actions if action.dest != "help" and not action.required]
-    assert " ".join(capsys.readouterr().out.split()).count("(default: ") >= len(shown)
+    printed = capsys.readouterr().out
+    assert " ".join(printed.split()).count("(default: ") >= len(shown)
+    assert "\nflags that every program has:\n" in printed or "--start_method" not in printed
 
 
 # --- where the tensors were

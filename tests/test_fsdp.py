@@ -90,10 +90,10 @@ def die():
 
 def dies_while_writing(rank, world_size, args):
     """With half of its own file written, while the others write theirs."""
-    honest = filesystem.FileSystemWriter.write_data
+    original = filesystem.FileSystemWriter.write_data
 
     def half(self, plan, planner):
-        written = honest(self, plan, planner)
+        written = original(self, plan, planner)
         if rank == 1 and self.path.name == f".epoch{DIES_IN:05}.tmp":
             file = self.path / f"__{rank}_0.distcp"
             os.truncate(file, file.stat().st_size // 2)
@@ -106,13 +106,13 @@ def dies_while_writing(rank, world_size, args):
 
 def dies_while_it_removes(rank, world_size, args):
     """The new checkpoint is there; of the older one, a file is gone."""
-    honest = shutil.rmtree
+    original = shutil.rmtree
 
     def dying(folder, **options):
         if folder.name == f".epoch{DIES_IN - 1:05}.tmp":
             next(folder.iterdir()).unlink()
             die()
-        honest(folder, **options)
+        original(folder, **options)
 
     shutil.rmtree = dying
     return HONEST(rank, world_size, args)

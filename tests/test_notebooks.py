@@ -38,7 +38,8 @@ SHORT = {  # the tour's commands, without the checks, and flags that make them s
     "batch_rl/main.py": "--observers 1 --num_episode 1 --num_steps 20",
     "ddp_rpc_hybrid/main.py": "--epochs 2",
 }
-COMMAND = re.compile(r"^!python (.*)$", re.MULTILINE)
+COMMAND = re.compile(r"^(?:# )?!python (.*)$", re.MULTILINE)  # with a #: for the reader to try
+CHECKED = re.compile(r'^check\("(.*)"\)$')
 COLAB = "https://colab.research.google.com/"
 LINK = r"\]\(([^)]*)\)"
 
@@ -49,7 +50,7 @@ def cells_of(path, kind=None):
 
 
 def commands():
-    """The programs that the tour runs, with their flags, in its order."""
+    """The programs that the tour runs or lets the reader try, with their flags, in its order."""
     return [command for cell in cells_of(ENGLISH, "code") for command in COMMAND.findall(cell.source)]
 
 
@@ -73,12 +74,14 @@ def test_only_what_was_written_is_kept(path):
 
 
 def test_both_languages_are_one_tour():
-    """The same code; texts in pairs, of the same headings, code words and pictures, with links to the same places."""
+    """The same code but for the pictures' language; texts in pairs, of the same headings, code words and links."""
     pairs = list(zip(cells_of(ENGLISH), cells_of(JAPANESE), strict=True))
     for english, japanese in pairs:
         assert (english.id, english.cell_type) == (japanese.id, japanese.cell_type)
         if english.cell_type == "code":
-            assert english.source == japanese.source
+            in_english = japanese.source.replace(".ja.png", ".png").replace('os.environ["PICTURE_LANGUAGES"] = "ja"\n', "")
+            assert english.source == in_english
+            assert (english.source == japanese.source) != bool(re.match("(.*-picture|setup-clone)$", english.id))
             continue
         assert english.source != japanese.source
         for what in (r"^(#+) ", r"<a name=\"(\w+)\"", r"^\| (6_\d+) ", r"`([^`]+)`", LINK):
@@ -116,17 +119,16 @@ def test_the_badge_opens_this_notebook(path):
 
 def test_every_lesson_has_its_section():
     """In the order of the map: a section with its chapter, a command of the pages, `--check`, a picture, a question."""
-    ids = [cell.id for cell in cells_of(ENGLISH)]
     sections = re.findall(r"\| (6_\d+) \| \[(\w+)\]", cells_of(ENGLISH)[0].source)
     by_id = {cell.id: cell.source for cell in cells_of(ENGLISH)}
     order = []
     for chapter, name in sections:
         assert re.search(rf"^## {chapter}\b.*\n\nNotebook: \[{chapter} .*/{chapter}_", by_id[name], re.MULTILINE)
-        run, check = (COMMAND.fullmatch(by_id[f"{name}-{cell}"])[1] for cell in ("run", "check"))
-        run = run.removeprefix(TRACED)
-        assert check == f"{run.split()[0]} --check"
+        run = COMMAND.fullmatch(by_id[f"{name}-run"])[1].removeprefix(TRACED)
+        assert CHECKED.fullmatch(by_id[f"{name}-check"])[1] == run.split()[0]
+        assert by_id[f"{name}-code"].startswith('code("')
         assert by_id[f"{name}-picture"].startswith("Image(")
-        assert f"{name}-try" in ids
+        assert "<details><summary>Answer</summary>" in by_id[f"{name}-try"]
         order.append((chapter, run.split()[0]))
     table = re.findall(r"^\| \d+ \| (6_\d+) .*`python (\S+\.py)`", (ROOT / "docs/map.md").read_text(), re.MULTILINE)
     assert [step for step in order if step in table] == table
@@ -134,11 +136,12 @@ def test_every_lesson_has_its_section():
 
 
 def test_commands_are_those_of_the_pages():
-    """What is not a check is a headline command, which the benchmark measures; a reader's flags exist."""
+    """What runs is a headline command, which the benchmark measures; a reader's flags exist."""
     for command in commands():
         path, *flags = shlex.split(command.removeprefix(TRACED))
-        assert flags == ["--check"] or command in SHORT, command
         assert module_of(path).build_parser().parse_args(flags)
+    run = [command for cell in cells_of(ENGLISH, "code") if not cell.source.startswith("#") for command in COMMAND.findall(cell.source)]
+    assert run == [*SHORT]
     assert len(commands()) == len(set(commands()))
 
 
@@ -152,9 +155,9 @@ def as_run(notebook, short):
         command = COMMAND.search(cell.source)
         if cell.id == "setup-pip":
             cell.source = re.sub("^!pip .*$", "", cell.source, flags=re.MULTILINE)
-        elif command and "--check" in command[1] and short:
+        elif CHECKED.match(cell.source) and short:
             continue
-        elif command:
+        elif command and not cell.source.startswith("#"):
             cell.source = f"{command[0]} {SHORT[command[1]] if short else ''}\nassert _exit_code == 0"
         cells.append(cell)
     notebook.cells = cells

@@ -72,6 +72,8 @@ def test_in_a_browser(width, site, browser):
             assert min(heights) > 100, page
         assert shown.evaluate("document.documentElement.scrollWidth") <= width, page
         assert said == [], page
+        if page.startswith("ja/lessons/"):  # in the page's language
+            assert shown.frame_locator(".replay").first.locator("#language").inner_text() == "English"
         if "/lessons/" in page:  # on a wide screen, the code is at the right of its text
             text, code = (shown.locator(f".md-content__inner > {what}").first.bounding_box() for what in ("p", ".highlight"))
             assert (code["x"] > text["x"] + text["width"]) == (width == 1800), page

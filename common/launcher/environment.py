@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
 import torch
 import torch.multiprocessing
 from common.launcher.network import interface_towards
@@ -105,9 +106,8 @@ def users_threads() -> int | None:
         return None
     if torch.distributed.is_torchelastic_launched() and setting == "1":
         # What torchrun itself was started with; not on every system.
-        with contextlib.suppress(OSError):
-            environ = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-            if b"\0OMP_NUM_THREADS=" not in b"\0" + environ:
+        with contextlib.suppress(psutil.Error):
+            if "OMP_NUM_THREADS" not in psutil.Process(os.getppid()).environ():
                 return None
     return int(setting)
 
