@@ -136,13 +136,14 @@ def compare(rows: list[dict], everyone: list[list], args: Namespace) -> dict:
 
 
 def hold_time(findings: Comparison, name: str, row: dict | None,
-              seconds: list[list[float]]) -> None:
+              seconds: list[list[float]]) -> bool:
     """Hold the time in a row against the slowest rank's `seconds`, without the first round."""
     slowest = [max(of_all) for of_all in zip(*seconds, strict=False)]
     median = statistics.median(slowest[1:])
-    findings.holds(f"{name}, reported time", row and 0 <= row["median_s"] - median < CLOSE_S,
-                   f"{row and row['median_s']} s; the slowest rank took {slowest} s, the first of "
-                   f"these to warm up: median {median} s")
+    return findings.holds(
+        f"{name}, reported time", row and 0 <= row["median_s"] - median < CLOSE_S,
+        f"{row and row['median_s']} s; the slowest rank took {slowest} s, the first of these to "
+        f"warm up: median {median} s")
 
 
 def hold_waiting(findings: Comparison, everyone: list[list]) -> None:
