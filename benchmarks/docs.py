@@ -72,6 +72,9 @@ IN_DOCSTRINGS = {
         ".0f} with two trainers, {param_server_4 samples_per_s .0f} in place of "
         "{param_server_4_lock samples_per_s .0f} with four", "(async): {param_server samples_per_s "
         ".0f} samples/s"],
+    "rpc_rl/fast.py": [
+        "solved in {rpc_rl_fast episodes .0f} episodes: running reward {rpc_rl_fast running_reward "
+        ".1f} (threshold 475), {rpc_rl_fast env_steps .0f} environment"],
     "param_server/batch_update.py": [
         ": {batch_update_tensors median_update_s .1f} s per update"],
     "param_server/bounded_server.py": [

@@ -17,7 +17,7 @@ It costs 60 lines, and a policy whose forward is written a second time (`FastAge
     python rpc_rl/fast.py --checkpoint run.pt --resume         ... and go on, as if never stopped
 
 It ends with (a CPU that rounds differently takes some episodes more or fewer):
-    CartPole-v1 solved in 189 episodes: running reward 476.2 (threshold 475), 102278 environment ...
+    CartPole-v1 solved in 212 episodes: running reward 475.8 (threshold 475), 115124 environment ...
 """
 
 import argparse
