@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from tests.fault_table import KILLED, OF_A_LAUNCHER
+from tests.fault_table import KILLED, OF_A_LAUNCHER, OF_A_RANK
 from tests.helpers import (
     ROOT,
     SOON_S,
@@ -42,18 +42,20 @@ def terminals(program, what, port, ranks):
              "--master_addr", "localhost", "--master_port", str(port), "--output_dir", f"out{rank}"] for rank in ranks]
 
 
+BY_ITSELF = ("exception", "long traceback", "KeyboardInterrupt", "os._exit(0)", "sys.exit(0)", "sys.exit(3)", "destroyed group")
 RL, TRAIN = PROGRAMS[0], next(program for program in PROGRAMS if program.lesson == "p2p_collectives.train")
 
 
 @pytest.mark.parametrize(("program", "fault", "rank"), [
     (RL, "SIGKILL", 0), (RL, "SIGKILL", 1), (RL, "SIGSTOP", 0), (RL, "SIGSTOP", 1), (RL, "exception", 1),
-    (TRAIN, "SIGSTOP", 1), (TRAIN, "exception", 1), (TRAIN, "SIGSEGV", 0), (TRAIN, "sys.exit(0)", 1),
+    (TRAIN, "SIGSTOP", 1), (TRAIN, "SIGSEGV", 0), (TRAIN, "SIGTERM", 1), (TRAIN, "SIGABRT", 0),
+    *((TRAIN, fault, 1) for fault in BY_ITSELF),
 ], ids=str)
 @pytest.mark.parametrize("way", ["manual", "torchrun"])
 def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_port):
     """Every launcher ends, in time, and says who failed; under torchrun, so does the process beside the rank."""
     roles = program.roles.split()
-    by_itself = fault in ("exception", "sys.exit(0)")
+    by_itself = fault in BY_ITSELF
     what = f"{program.raises[roles[1]]}:{fault}" if by_itself else "-"
     if way == "manual":
         commands = terminals(program, what, free_port, range(len(roles)))
@@ -73,7 +75,7 @@ def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_po
         assert time.monotonic() - began < (MANUAL_TIMEOUT_S if fault == "SIGSTOP" else 0) + 10
         for rank_of_run, (run, (_, err)) in enumerate(zip(runs, ended, strict=True)):
             expected = line(rank, roles, fault, stopped=int(way == "manual" and rank_of_run != rank))
-            if way == "torchrun" and fault in ("SIGKILL", "SIGSEGV"):
+            if way == "torchrun" and OF_A_RANK[fault].torchrun:
                 expected = rf"error: rank {rank} \({roles[rank]}\) died; torchrun shows how"
             errors = errors_of(err)
             assert len(errors) == 1, err
