@@ -503,6 +503,11 @@ def test_killed_rank_has_failed(opened, tmp_path):
     assert "rank1: has failed" in replay.inner_text("#doing")
 
 
+CIRCLE = ["When the run ended: rank0 waited for rank1; rank1 waited for rank0.",
+          "They wait in a circle: rank0 → rank1 → rank0. None of them can go on."]
+SAME_PLACE = "At the same place, number 1 of the group, they call: "
+
+
 def test_deadlock(opened, tmp_path, capfd):
     """A deadlock leaves its record, and the page opens where it ends."""
     with pytest.raises(SystemExit):
@@ -510,13 +515,24 @@ def test_deadlock(opened, tmp_path, capfd):
                      str(tmp_path)])
     assert re.search(r"p2p_collectives/deadlock\.py:\d+, `dist\.send", capfd.readouterr().err)  # not the recorder's line
     replay = opened(tmp_path / "replay.html")
-    assert replay.locator("#end p").all_inner_texts() == [
-        "When the run ended: rank0 waited for rank1; rank1 waited for rank0.",
-        "They wait in a circle: rank0 → rank1 → rank0. None of them can go on."]
+    assert replay.locator("#end p").all_inner_texts() == CIRCLE
     assert ends(replay, ".waiting") == [["0 1"], ["1 0"]]
     assert "rank0: waits for rank1: send" in replay.inner_text("#doing")
     assert "dist.send(mine" in replay.inner_text("#code .here")
     assert (tmp_path / "timeline.png").exists()
+
+
+@pytest.mark.parametrize(("kind", "calls"), [
+    ("other_collective", [SAME_PLACE + "rank0 all_reduce 4 B, rank1 broadcast 4 B."]),
+    ("other_shape", [SAME_PLACE + "rank0 all_reduce 8 B, rank1 all_reduce 4 B."]), ("one_fewer", []), ("rpc", []),
+], ids=lambda kind: kind if isinstance(kind, str) else "")
+def test_the_circle_of_a_deadlock(kind, calls, opened, tmp_path, capfd):
+    """Of the other kinds, too, the page names it."""
+    with pytest.raises(SystemExit):
+        record.main([str(timeline.ROOT / "p2p_collectives/deadlock.py"), "--kind", kind, "--timeout", "3",
+                     "--output_dir", str(tmp_path)])
+    assert "p2p_collectives/deadlock.py:" in capfd.readouterr().err
+    assert opened(tmp_path / "replay.html").locator("#end p").all_inner_texts() == [*CIRCLE, *calls]
 
 
 def test_failed_call(opened, tmp_path):
