@@ -66,10 +66,10 @@ def fit(points: list[tuple[float, float, float]]) -> tuple[float, float] | None:
         points: (messages, bytes, seconds) of each size.
 
     Returns:
-        Both; or None if the points do not determine them: a single size, or only sizes whose bytes
-        cost nothing yet.
+        Both; or None if the points do not determine them: one size or none, or only sizes whose
+        bytes cost nothing yet.
     """
-    if len({n_bytes for _, n_bytes, _ in points}) == 1:
+    if len({n_bytes for _, n_bytes, _ in points}) < 2:
         return None
     # T = messages * alpha + bytes * 1/beta, each equation divided by its T; no negative results.
     rows = np.array([(messages, n_bytes) for messages, n_bytes, _ in points])
