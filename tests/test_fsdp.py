@@ -18,7 +18,7 @@ from ddp_basic import fsdp, fsdp_checkpoint, fsdp_memory
 from tests.helpers import png_size
 
 EPOCHS, DIES_IN = 3, 2  # the epoch in which a rank is killed
-HONEST = fsdp.run_worker
+ORIGINAL = fsdp.run_worker
 RANKS = 2
 FLAGS = ["--sharding", "full", "--model", "toy", "--epochs", EPOCHS, "--world_size", RANKS, "--global_batch_size", 64]
 
@@ -101,7 +101,7 @@ def dies_while_writing(rank, world_size, args):
         return written
 
     filesystem.FileSystemWriter.write_data = half
-    return HONEST(rank, world_size, args)
+    return ORIGINAL(rank, world_size, args)
 
 
 def dies_while_it_removes(rank, world_size, args):
@@ -115,7 +115,7 @@ def dies_while_it_removes(rank, world_size, args):
         original(folder, **options)
 
     shutil.rmtree = dying
-    return HONEST(rank, world_size, args)
+    return ORIGINAL(rank, world_size, args)
 
 
 MOMENTS = {dies_while_writing: (1, DIES_IN - 1), dies_while_it_removes: (0, DIES_IN)}
@@ -155,7 +155,7 @@ def has_no_room(rank, world_size, args):
         raise OSError(28, "No space left on device")
 
     filesystem.FileSystemWriter.write_data = full
-    return HONEST(rank, world_size, args)
+    return ORIGINAL(rank, world_size, args)
 
 
 def test_a_full_disk_is_said_in_words(tmp_path, monkeypatch, capfd):
