@@ -28,6 +28,8 @@ COMMANDS = {
     "batch_update": "python param_server/batch_update.py",
     "ddp_basic": "python ddp_basic/main.py --world_size 2",
     "ddp_basic_check": "python ddp_basic/main.py --demo basic --check",
+    "ddp_batchnorm": "python ddp_basic/pitfalls.py --kind batchnorm",
+    "ddp_batchnorm_mended": "python ddp_basic/pitfalls.py --kind batchnorm --mended",
     "ddp_skew": "python ddp_basic/main.py --demo skew --slow_rank 1 --delay 0.5 --timeout 2",
     "flat_update": "python param_server/flat_update.py",
     "hybrid": "python ddp_rpc_hybrid/main.py",

@@ -33,7 +33,8 @@ class Fault(NamedTuple):
 
 SILENT = r"has not answered for \d+ s"
 DIED = "died; torchrun shows how"
-WAITED = r"has waited for {timeout} s at \S+:\d+, `.*`; (.*; )?rank {rank} \({role}\) is at \S+:\d+, `.*`"
+WAITED = (r"(has waited for {timeout} s at \S+:\d+, `.*`|timed out: .* for {timeout} s); "
+          r"(.*; )?rank {rank} \({role}\) is at \S+:\d+, `.*`")
 WAITING = r"has waited for {timeout} s at \S+:\d+, `.*`; rank \d+ \(\w+\) is at \S+:\d+, `.*`"  # any two
 BEFORE_THE_END = "exited with status 0 before its work was done"
 # Of a rank that was frozen for about --timeout, and goes on.
@@ -130,7 +131,8 @@ NOT_WATCHED = "is not watched: the process beside it"
 OF_A_LAUNCHER = {
     ("local", "import"): [
         Beside("launcher SIGKILL", "the launcher is killed", "ランチャーがkillされる", status=KILLED),
-        Beside("launcher SIGSTOP, launcher SIGCONT", "Ctrl-Z, then fg", "Ctrl-Zのあとfg", status=0),
+        Beside("all SIGSTOP, all SIGCONT", "Ctrl-Z, then fg", "Ctrl-Zのあとfg", status=0),
+        Beside("launcher SIGSTOP, launcher SIGCONT", "the launcher is frozen, and goes on", "ランチャーが凍結し、再開する", status=0),
         Beside("fork server SIGKILL", "the fork server is killed", "フォークサーバーがkillされる",
                "cannot start 2 processes: the fork server has ended"),
         Beside("fork server SIGSTOP, launcher SIGINT", "the fork server is frozen; Ctrl-C",
@@ -144,7 +146,8 @@ OF_A_LAUNCHER = {
     ],
     ("local", "run"): [
         Beside("launcher SIGKILL", "the launcher is killed", "ランチャーがkillされる", status=KILLED),
-        Beside("launcher SIGSTOP, launcher SIGCONT", "Ctrl-Z, then fg", "Ctrl-Zのあとfg", status=0),
+        Beside("all SIGSTOP, all SIGCONT", "Ctrl-Z, then fg", "Ctrl-Zのあとfg", status=0),
+        Beside("launcher SIGSTOP, launcher SIGCONT", "the launcher is frozen, and goes on", "ランチャーが凍結し、再開する", status=0),
         Beside("rank 1 SIGSTOP, launcher SIGKILL", "a rank is frozen, the launcher killed",
                "ランクが凍結し、ランチャーがkillされる", status=KILLED),
         Beside("fork server SIGKILL", "the fork server is killed", "フォークサーバーがkillされる", FORK_SERVER),

@@ -62,6 +62,11 @@ CHECKS = {
         "--seed 7 --world_size 3 --layers 2 --width 20 --global_batch_size 33 --lr 0.01": 59,
         "--world_size 5 --sharding full --model toy --global_batch_size 65": 39,
     },
+    "ddp_basic.pitfalls": {
+        "": 2,
+        **{f"--kind {kind} --seed 7 --world_size 3 --lr 0.1 --steps 5 --local_batch_size 6": 2
+           for kind in ("uneven", "batchnorm", "batchnorm --mended")},
+    },
     "ddp_rpc_hybrid.main": {
         f"{TABLE} --world_size 5": 19,
         "--world_size 3 --num_embeddings 1 --embedding_dim 1 --num_classes 2": 18,
@@ -109,19 +114,19 @@ CHECKS = {
     "rpc_rnn.prefetch": {f"{RNN} --nlayers 3 --dropout 0.5": 21},
     "rpc_rnn.several_trainers": {f"{RNN} --nlayers 3 --dropout 0.5 --world_size 4": 22},
     "transformer_parallel.main": {f"{LETTERS} --world_size 3 --batch_size 12 --bucket_kb 300 --accumulate 2": 36},
-    "transformer_parallel.zero": {f"{LETTERS} --world_size 5 --batch_size 10": 42},
+    "transformer_parallel.zero": {f"{LETTERS} --world_size 5 --batch_size 10": 43},
     "transformer_parallel.experts": {
         f"{LETTERS} --world_size 3 --batch_size 6 --blocks 3 --experts 6 --capacity_factor 0.8 --balance 0.1": 45,
     },
     "transformer_parallel.mesh": {
-        f"{LETTERS} --world_size 6 --row 3 --batch_size 12 --seq_len 12 --blocks 3 --micro_batches 2": 40,
+        f"{LETTERS} --world_size 6 --row 3 --batch_size 12 --seq_len 12 --blocks 3 --micro_batches 2": 42,
     },
     "transformer_parallel.recompute": {
         f"{LETTERS} --world_size 3 --batch_size 6 --blocks 5 --every 2": 54,
         f"{LETTERS} --world_size 2 --batch_size 2 --steps 1 --ways plain plain bf16": 22,  # a way twice; a single step
     },
-    "transformer_parallel.ring_attention": {f"{LETTERS} --world_size 3 --batch_size 2 --seq_len 12": 31},
-    "transformer_parallel.tensor_parallel": {f"{LETTERS} --world_size 3 --batch_size 4": 19},
+    "transformer_parallel.ring_attention": {f"{LETTERS} --world_size 3 --batch_size 2 --seq_len 12": 39},
+    "transformer_parallel.tensor_parallel": {f"{LETTERS} --world_size 3 --batch_size 4": 21},
     "transformer_parallel.pipeline": {f"{LETTERS} --world_size 3 --batch_size 6 --micro_batches 3 --blocks 7": 33},
 }
 QUICK = ("rpc_rl.fast", "ddp_rpc_hybrid.main", "rpc_rnn.main", "p2p_collectives.main")

@@ -15,7 +15,7 @@ import warnings
 import pytest
 import torch
 
-from ddp_basic import elastic
+from ddp_basic import elastic, pitfalls
 from ddp_basic import main as ddp_basic
 from tests.helpers import (
     children,
@@ -163,6 +163,38 @@ def test_timeout_is_told_in_words(tmp_path, capfd):
     assert last.startswith("error: rank 0 (rank0) has waited for 3 s at ddp_basic/main.py:")
     assert "rank 1 (rank1) is at ddp_basic/main.py:" in last  # in its sleep
     assert list(tmp_path.iterdir()) == []
+
+
+# --- pitfalls.py
+
+
+@pytest.mark.parametrize(("kind", "says"), [
+    ("unused", r"RuntimeError: Expected to have finished reduction in the prior iteration(.|\n)*"
+               r"\nerror: rank [01] \(rank[01]\) raised RuntimeError; stopped 1 other process\n"),
+    ("uneven", r"\nerror: rank (?P<one>[01]) \(rank[01]\) has waited for 3 s at (?P<at>.*); rank [01] \(rank[01]\) is at (?P<other>.*); stopped .*\n"),
+])
+def test_a_pitfall_ends_in_an_error(kind, says, tmp_path, capfd):
+    with pytest.raises(SystemExit) as stop:
+        pitfalls.main(["--kind", kind, "--timeout", "3", "--output_dir", str(tmp_path)])
+    assert stop.value.code == 1
+    found = re.search(says, capfd.readouterr().err)
+    if kind == "uneven":  # rank 1 has a batch more; which of the two gives up first is chance
+        places = [found["at"], found["other"]]
+        of_rank_0, of_rank_1 = places if found["one"] == "0" else reversed(places)
+        assert "dist.all_gather_object(" in of_rank_0
+        assert "loss.backward()" in of_rank_1
+
+
+def test_a_pitfall_without_an_error(tmp_path, capfd):
+    """The loss of labels 0 and 1 that nothing tells apart is their variance; the last line has the means of the ranks."""
+    flags = ["--kind", "batchnorm", "--output_dir", str(tmp_path)]
+    last = {}
+    for mended in ([], ["--mended"]):
+        losses = pitfalls.main([*flags, *mended])["losses"]
+        first, last[bool(mended)] = (statistics.fmean(of_rank[step] for of_rank in losses) for step in (0, -1))
+        line = f"batchnorm{', mended,' if mended else ''} on 2 ranks: loss {first:.3f} -> {last[bool(mended)]:.3f}"
+        assert line in capfd.readouterr().out.splitlines()
+    assert last[True] < 0.05 < 0.2 < last[False]
 
 
 # --- elastic.py

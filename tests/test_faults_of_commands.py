@@ -200,9 +200,9 @@ def test_fault_beside_the_ranks(way, phase, tmp_path):
                 if what == "exit":
                     (folder / f"exit{who[-1]}").touch()
                 elif what == "SIGCONT":
-                    later.append((run.pid, folder))
-                else:
-                    os.kill(pid_of(who, run, folder, phase), getattr(signal, what))
+                    later.append((-run.pid if who == "all" else run.pid, folder))
+                else:  # Ctrl-Z stops all processes of a terminal
+                    os.kill(-run.pid if who == "all" else pid_of(who, run, folder, phase), getattr(signal, what))
             if (row.status == 0 or phase in ("import", "connect")) and "SIGCONT" not in row.deeds:
                 (folder / "go").touch()
         problems = []

@@ -447,6 +447,22 @@ REFUSED = [
     ("rpc_rnn.several_trainers", "--batch_size 20000", "--batch_size 20000 must be at most 12500 for 2 trainers"),
     ("rpc_rnn.main", "--corpus none.txt", "--corpus none.txt must be a UTF-8 text of at least 400 characters (no such file)"),
     ("rpc_rnn.main", "--corpus text --batch_size 2000", "at least 40000 characters, or --batch_size 2000 smaller"),
+    *((f"transformer_parallel.{name}", "--batch_size 6", "--batch_size 6 must be a multiple of 4 ranks")
+      for name in ("main", "zero", "experts", "recompute", "mesh")),
+    ("transformer_parallel.main", "--accumulate 5", "--batch_size 24 must be a multiple of 4 ranks x 5 backwards"),
+    ("transformer_parallel.main", "--ways zero3", "zero3"),
+    ("transformer_parallel.experts", "--experts 6", "--experts 6 must be a multiple of 4 ranks"),
+    ("transformer_parallel.mesh", "--row 3", "--row 3 must divide the 4 ranks"),
+    ("transformer_parallel.mesh", "--world_size 10 --row 5 --batch_size 20", "10 ranks that share each layer must divide"),
+    ("transformer_parallel.mesh", "--blocks 1", "--blocks 1 must be at least 2: one for each stage of --ways data_pipeline"),
+    ("transformer_parallel.mesh", "--micro_batches 5", "--micro_batches 5 must divide the 12 rows"),
+    ("transformer_parallel.pipeline", "--micro_batches 7", "--batch_size 24 must be a multiple of --micro_batches 7"),
+    ("transformer_parallel.pipeline", "--blocks 3", "--blocks 3 must be at least"),
+    ("transformer_parallel.pipeline", "--micro_batches 6", "--micro_batches 6 must be a multiple of 4 ranks"),
+    ("transformer_parallel.pipeline", "--ways pipelining --micro_batches 2", "--micro_batches 2 must be at least 4, for --ways pipelining"),
+    ("transformer_parallel.ring_attention", "--seq_len 60", "--seq_len 60 must be a multiple of 8: the pieces of a row"),
+    ("transformer_parallel.tensor_parallel", "--world_size 5", "--world_size 5 must divide the model's 12 heads"),
+    ("transformer_parallel.tensor_parallel", "--seq_len 63", "--seq_len 63 must be a multiple of 4 ranks"),
 ]
 
 

@@ -53,6 +53,7 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
     "ddp_basic/main.py": ((1, 1), ""),
     "ddp_basic/elastic.py": ((1, 1), "--epochs 1"),
     "ddp_basic/fsdp.py": ((1, 1), "--model toy --epochs 1"),
+    "ddp_basic/pitfalls.py": ((1, 1), "--kind batchnorm --mended"),
     "p2p_collectives/main.py": ((1, 1), ""),
     "p2p_collectives/train.py": ((1, 1), "--epochs 1"),
     "p2p_collectives/train_flat.py": ((1, 1), "--epochs 1"),

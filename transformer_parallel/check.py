@@ -608,7 +608,9 @@ def zero(stage: int) -> Callable[..., dict]:
 def fsdp(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
     """Compute what `fully_shard` sends and holds: it pads each parameter to as many rows."""
     part = FLOAT64 * sum(math.ceil(size[0] / n) * math.prod(size[1:]) for size in sizes.values())
-    return {"sent": 3 * part * (n - 1), "weights": part, "gradients": part, "state": 2 * sum(
+    units = len({re.match(r"blocks\.\d+|\w+", name)[0] for name in sizes})
+    return {"calls": {"all_gather": 2 * units, "reduce_scatter": units},
+            "sent": 3 * part * (n - 1), "weights": part, "gradients": part, "state": 2 * sum(
         FLOAT64 * min(math.ceil(size[0] / n), size[0]) * math.prod(size[1:])
         for size in sizes.values())}
 
@@ -633,8 +635,15 @@ def tensor(sequence: bool) -> Callable[..., dict]:
             calls["all_reduce"] += passes
         held = FLOAT64 * sum(math.prod(size) / (1 if name in replicated else n)
                              for name, size in sizes.items())
+        # In units of a block's input: norms need theirs (2), and two numbers of each token; query,
+        # key and value, and up, what enters them (2), which is whole. The rest is cut: query, key,
+        # value, what attention found (4) and of each head the sum of a softmax; the MLP's (8).
+        norms = 2 * Shape().units + 2 * 2
+        kept = (2 * Shape().units + (12 * Shape().units + Shape().heads) / n
+                + (norms / n if sequence else norms)) * tokens * args.blocks
         return {"calls": calls, "sent": 2 * ring * (passes * activations + small),
-                "weights": held, "gradients": held, "state": 2 * held}
+                "weights": held, "gradients": held, "state": 2 * held,
+                "figures": {"MB kept": kept / 1e6}}
     return formula
 
 
@@ -703,6 +712,7 @@ def context(way: str) -> Callable[..., dict]:
 
     K and V of a rank are b bytes. `gather` fetches n - 1 times as many, and scatters as many of
     their gradients; in a ring they go n - 1 hops in forward and in backward, their gradients n.
+    A hop of `torch_ring` is an all-to-all in which each rank has something for one other.
     """
     def formula(args, n, sizes):
         b = 2 * FLOAT64 * args.batch_size * args.seq_len // n * Shape().units
@@ -712,12 +722,13 @@ def context(way: str) -> Callable[..., dict]:
             calls = {"all_gather": args.blocks, "reduce_scatter": args.blocks}
             sent, held, scores = 2 * (n - 1) * once, n * b, 1 / n
         else:
-            calls = {"send": args.blocks * (3 * n - 2)}
+            calls = {"all_to_all" if way == "torch_ring" else "send": args.blocks * (3 * n - 2)}
             sent, held = (3 * n - 2) * once, min(n, 3) * b
             # The last rank looks at all of n pieces; of 2 n pieces, each rank has 2 n + 1 pairs.
             scores = 1 / n if way == "ring" else (2 * n + 1) / (2 * n) ** 2
+        figures = {"MB of K, V": held / 1e6, "scores": scores}
         return costs | {"calls": costs["calls"] | calls, "sent": costs["sent"] + sent,
-                        "figures": {"MB of K, V": held / 1e6, "scores": scores}}
+                        "figures": {} if way == "torch_ring" else figures}
     return formula
 
 
@@ -797,7 +808,7 @@ FORMULAS = {
     "tensor": tensor(False), "sequence": tensor(True),
     "data": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)), "data_tensor": grid,
     "data_pipeline": grid_of_stages,
-    "gather": context("gather"), "ring": context("ring"), "zigzag": context("zigzag"),
+    **{way: context(way) for way in ring_attention.WAYS},
     "plain": recomputing(1), "recompute": recomputing(2), "checkpoint": recomputing(2),
     # The norms' inputs stay in float32 (4), and are kept in bfloat16, too, for what follows (2);
     # query, key, value, what attention found (4), in the MLP four times the units, twice (8).

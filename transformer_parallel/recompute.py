@@ -51,7 +51,6 @@ import torch
 from common.cli import Parser, bounded
 from common.program import run_program
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -89,29 +88,6 @@ class Recomputed(torch.autograd.Function):
         return x.grad, None
 
 
-class Kept(saved_tensors_hooks):
-    """Counts the bytes that autograd keeps of what is computed within, besides the weights.
-
-    Copies of weights in another type count: they are there from forward to backward.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(self.note, lambda tensor: tensor)
-        self.weights = {parameter.data_ptr() for parameter in model.parameters()}
-        self.storages = {}
-
-    def note(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note a tensor that is kept; a storage counts once."""
-        if tensor.data_ptr() not in self.weights:
-            storage = tensor.untyped_storage()
-            self.storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def bytes(self) -> int:
-        """Return how many bytes they are."""
-        return sum(self.storages.values())
-
-
 class Plain(Buckets):
     """Keeps everything."""
 
@@ -120,7 +96,7 @@ class Plain(Buckets):
         blocks = list(model.blocks)
         self.groups = [nn.Sequential(*blocks[first : first + args.every])
                        for first in range(0, len(blocks), args.every)]
-        self.forwards = 0
+        self.forwards, self.kept = 0, results.Kept(model)
         for block in blocks:
             block.register_forward_pre_hook(self.one_forward)
 
@@ -130,7 +106,7 @@ class Plain(Buckets):
 
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of this rank's rows: the model's forward, in groups of blocks."""
-        self.forwards, self.kept = 0, Kept(self.model)
+        self.forwards = 0
         x = embed(self.model.embedding, tokens)
         with self.kept:
             for group in self.groups:

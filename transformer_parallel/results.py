@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from common import report
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from transformer_parallel.model import Shape, Transformer
@@ -109,6 +111,33 @@ def storages_of(tensors: list[torch.Tensor | None]) -> dict[int, int]:
     here = (tensor.to_local() if isinstance(tensor, DTensor) else tensor
             for tensor in tensors if tensor is not None)
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in here}
+
+
+class Kept(saved_tensors_hooks):
+    """Counts the bytes that autograd keeps of what is computed within, besides the weights.
+
+    Copies of weights in another type count: they are there from forward to backward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(self.note, lambda tensor: tensor)
+        self.model, self.storages = model, {}
+
+    def __enter__(self) -> None:
+        self.weights = {parameter.data_ptr() for parameter in self.model.parameters()}
+        self.storages.clear()
+        super().__enter__()
+
+    def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that is kept; a storage counts once."""
+        if tensor.data_ptr() not in self.weights:
+            storage = tensor.untyped_storage()
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def bytes(self) -> int:
+        """Return how many bytes they are."""
+        return sum(self.storages.values())
 
 
 def rows_of(measured: dict[str, list[dict]]) -> list[dict]:

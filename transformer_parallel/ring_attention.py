@@ -18,11 +18,13 @@ and their gradients behind them, to which each rank adds; after N hops they are 
     ring      T / N, side by side             its own and two more   T x T / N: the last rank's
     zigzag    2 pieces of T / 2N, from the    its own and two more   about half of that, on each
               front and from the end                                 of the ranks
+    torch_ring  as zigzag, by torch's own ring, which calls a kernel that writes no scores down
 
-Later tokens are not looked at: in `ring` rank 0 has nothing to do in hops 1 to 3. torch's own, the
-experimental `context_parallel`, is written for the attention kernels of GPUs and refuses a CPU.
+Later tokens are not looked at: in `ring` rank 0 has nothing to do in hops 1 to 3. torch's own is
+the experimental `context_parallel`, which knows the kernels of GPUs alone: here the ring inside of
+it is called with that of CPUs.
 
-    python transformer_parallel/ring_attention.py                 all three, on four ranks
+    python transformer_parallel/ring_attention.py                 all four, on four ranks
     python transformer_parallel/ring_attention.py --batch_size 1 --seq_len 4096 --steps 3 --blocks 1
     python transformer_parallel/ring_attention.py --check         the same numbers as one process?
 
@@ -39,6 +41,10 @@ import torch
 import torch.distributed as dist
 from common.cli import Parser, refuse
 from common.program import run_program
+from common.session import device_of_group
+
+# Private; the public `context_parallel` is there, too.
+from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 from torch.nn import functional as F
 
 from transformer_parallel import main as tutorial
@@ -235,11 +241,51 @@ class Zigzag(Ring):
         return [rank, 2 * self.size - 1 - rank]
 
 
-WAYS = {"gather": GatherKV, "ring": Ring, "zigzag": Zigzag}
+class TorchRing(Zigzag):
+    """Leaves the ring to torch, which balances it in the same way."""
+
+    def __init__(self, model: Transformer, args: Namespace) -> None:
+        super().__init__(model, args)
+        torchs.set_rotate_method("alltoall")  # by default, K and V of all ranks are gathered
+        torchs._cp_options.convert_to_f32 = False  # or float64 would not stay float64
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attend to all tokens that are not later."""
+        return TorchRingAttention.apply(q, k, v)
+
+    def figures(self) -> dict[str, float]:
+        """Return nothing: what torch holds and computes is not looked at."""
+        return {}
+
+
+class TorchRingAttention(torch.autograd.Function):
+    """Runs torch's ring with the kernel of CPUs, in the place where it runs those of GPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Compute what `RingAttention` does; q, k and v are (B, heads, T / N, head_units)."""
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        out, log_sums = torchs._templated_ring_attention(
+            dist.group.WORLD, 2, kernel, q, k, v, is_causal=True)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of q, k and v."""
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        return torchs._templated_ring_attention_backward(
+            dist.group.WORLD, 2, kernel, gradient, "grad_out", *ctx.saved_tensors, is_causal=True,
+            dropout_p=0.0)
+
+
+WAYS = {"gather": GatherKV, "ring": Ring, "zigzag": Zigzag, "torch_ring": TorchRing}
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Train as `main.py`, in these ways."""
+    """Train as `main.py`, in these ways; on GPUs without the one that calls a kernel of CPUs."""
+    if device_of_group(args).type == "cuda":
+        args.ways = [way for way in args.ways if way != "torch_ring"]
     return tutorial.run_worker(rank, world_size, args, WAYS)
 
 
@@ -254,6 +300,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     # Each rank has four times the scores of a hop, of one block at a time; the oracle has all.
     tutorial.require_room(args, args.world_size,
                           scores=3 if args.check else 4 / args.world_size / args.blocks)
+    if args.device == "cuda" and {*args.ways} == {"torch_ring"}:
+        refuse("--ways torch_ring calls a kernel of CPUs; on GPUs, torch has context_parallel")
     pieces = args.world_size * max(WAYS[name].pieces for name in args.ways)
     if args.seq_len % pieces:
         refuse(f"--seq_len {args.seq_len} must be a multiple of {pieces}: the pieces of a row on "

@@ -225,7 +225,9 @@ class TensorParallel(Way):
 
     def __init__(self, model: Transformer, args: Namespace, group: Group = None) -> None:
         super().__init__(cut(model, self.enter, self.leave, group), args)
-        self.group = group
+        self.group, self.kept = group, results.Kept(model)
+        model.blocks[0].register_forward_pre_hook(lambda *_: self.kept.__enter__())
+        model.blocks[-1].register_forward_hook(lambda *_: self.kept.__exit__())
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the whole batch."""
@@ -234,6 +236,10 @@ class TensorParallel(Way):
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss, the same on all ranks."""
         return vocabulary_loss(self.model(tokens), targets, self.group)
+
+    def figures(self) -> dict[str, float]:
+        """Return what the blocks have kept for the last backward."""
+        return {"MB kept": self.kept.bytes() / results.MB}
 
 
 class SequenceParallel(TensorParallel):
@@ -269,6 +275,10 @@ class TorchTensorParallel(TensorParallel):
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return torch's own loss of logits that are cut."""
         return loss_of(self.model(tokens), targets).to_local()
+
+    def figures(self) -> dict[str, float]:
+        """Return nothing: what DTensors keep is not counted."""
+        return {}
 
 
 def cut_by_torch(model: Transformer, mesh: DeviceMesh) -> Transformer:

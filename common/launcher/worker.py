@@ -264,9 +264,11 @@ def failure_of(rank: int, error: BaseException, timeout: float) -> watch.Failure
     origin = origin_of(message)
     if origin:
         rank, kind, message = int(origin["rank"]), origin["kind"], origin["message"]
-    message = shortened(message)
+    message = shortened(message.rstrip(")").strip("\"'") if origin else message)
     if kind in IN_WORDS:  # which say all
-        return watch.Failure(rank, message.rstrip(")").strip("\"'") if origin else message)
+        return watch.Failure(rank, message)
+    if kind == "TimeoutError" and message.startswith("timed out: "):  # and for whom: a lesson's own
+        return watch.Failure(rank, message, watch.WAITED, whole)
     noticed = isinstance(error, ConnectionError) or (
         isinstance(error, (RuntimeError, OSError)) and SAYS_GONE.search(message))
     if not noticed:
@@ -276,6 +278,8 @@ def failure_of(rank: int, error: BaseException, timeout: float) -> watch.Failure
         if origin:  # the traceback from there
             lines = [f"{path}:{line}" for path, line in PLACE.findall(whole) if is_ours(path)]
             at = lines[-1].removeprefix(f"{ROOT}/") if lines else None
+        if waited := re.search(r"waiting (\d+)ms", message):  # gloo's own limit may be another one
+            timeout = int(waited[1]) / 1000
         return watch.Failure(rank, f"has waited for {timeout:g} s{watch.described(at)}",
                              watch.WAITED, whole)
     return watch.Failure(rank, f"raised {kind}", watch.NOTICED, whole)

@@ -19,6 +19,8 @@ MUTANTS = [
     _experts("what is found is not sent back", "return self.exchange(found.flatten(0, 1), back=True)", "return found.flatten(0, 1)",
              "experts, (gradients|losses)"),
     _experts("the gate is forgotten: the router does not learn", " * gate[kept, None]", "", "replicas, (gradients|losses)|error"),
+    _experts("the router learns from tokens without a place", "torch.zeros_like(tokens)",
+             "((gate[:, None] - gate[:, None].detach()) * ~kept[:, None] * torch.ones_like(tokens))", "replicas, gradients"),
     _experts("one token too many in a box", "kept = place < capacity", "kept = place <= capacity",
              "replicas, (gradients|dropped)|error"),
     _experts("a place too few", "capacity = math.ceil(", "capacity = math.floor(", "replicas, (gradients|dropped)"),
