@@ -40,7 +40,7 @@ def single_process(args: Namespace) -> list[list[float]]:
     """Train alone; return the losses of each rank's samples, before each step."""
     torch.manual_seed(args.seed)
     layers = [nn.Linear(10, n) for n in {"unused": (10, 5, 10, 5), "uneven": (10, 5),
-                                         "batchnorm": (1,)}[args.kind]]
+                                         "batchnorm": (10, 1)}[args.kind]]
     scale, shift = torch.ones(10, requires_grad=True), torch.zeros(10, requires_grad=True)
     weights = [weight for layer in layers for weight in layer.parameters()] + [scale, shift]
     inputs, labels = map(torch.stack, zip(*(samples_of(rank, args)
@@ -52,10 +52,10 @@ def single_process(args: Namespace) -> list[list[float]]:
 
     def outputs(step):
         if args.kind == "batchnorm":
-            of_whom = (0, 1) if args.mended else 1
-            means = inputs.mean(of_whom, keepdim=True)
-            variances = (inputs - means).square().mean(of_whom, keepdim=True)
-            return layers[0]((inputs - means) / (variances + 1e-5).sqrt() * scale + shift)
+            hidden, of_whom = layers[0](inputs), (0, 1) if args.mended else 1
+            means = hidden.mean(of_whom, keepdim=True)
+            variances = (hidden - means).square().mean(of_whom, keepdim=True)
+            return layers[1]((hidden - means) / (variances + 1e-5).sqrt() * scale + shift)
         first, second = layers[step % (len(layers) // 2) * 2:][:2]
         return second(first(inputs).clamp(min=0))
 

@@ -64,7 +64,7 @@ CHECKS = {
     },
     "ddp_basic.pitfalls": {
         "": 2,
-        **{f"--kind {kind} --seed 7 --world_size 3 --lr 0.1 --steps 5 --local_batch_size 6": 2
+        **{f"--kind {kind} --seed 7 --world_size 3 --lr 0.05 --steps 5 --local_batch_size 6": 2
            for kind in ("uneven", "batchnorm", "batchnorm --mended")},
     },
     "ddp_rpc_hybrid.main": {

@@ -7,7 +7,7 @@ PITFALLS = "ddp_basic/pitfalls.py"
 
 def _pitfall(name, kind, old, new, check="losses"):
     return Mutant(name, PITFALLS, old, new, check=check,
-                  flags=("--kind", *kind.split(), "--seed", 7, "--world_size", 3, "--lr", 0.1, "--steps", 5, "--timeout", 20))
+                  flags=("--kind", *kind.split(), "--seed", 7, "--world_size", 3, "--lr", 0.05, "--steps", 5, "--timeout", 20))
 
 
 MUTANTS = [
@@ -15,7 +15,7 @@ MUTANTS = [
     _pitfall("both halves in each step", "unused", "self.heads[step % 2](x)", "self.heads[0](x) + self.heads[1](x)"),
     _pitfall("all have as many batches", "uneven", "(args.steps + rank)", "args.steps", "steps"),
     _pitfall("zero_grad forgotten", "uneven", "        optimizer.zero_grad()\n", ""),
-    _pitfall("a learning rate of its own", "uneven", "lr=args.lr", "lr=0.5"),
+    _pitfall("a learning rate of its own", "uneven", "lr=args.lr", "lr=0.1"),
     _pitfall("a mean whose gradients are this rank's", "batchnorm --mended", "return MeanOfRanks.forward(ctx, gradient)", "return gradient"),
     _pitfall("a sum in place of the mean", "batchnorm --mended", "return mean / dist.get_world_size()", "return mean"),
     _pitfall("the mean of this rank", "batchnorm --mended", "mean = MeanOfRanks.apply(x.mean(dim=0))", "mean = x.mean(dim=0)"),

@@ -20,7 +20,7 @@ MUTANTS = [
              "experts, (gradients|losses)"),
     _experts("the gate is forgotten: the router does not learn", " * gate[kept, None]", "", "replicas, (gradients|losses)|error"),
     _experts("the router learns from tokens without a place", "torch.zeros_like(tokens)",
-             "((gate[:, None] - gate[:, None].detach()) * ~kept[:, None] * torch.ones_like(tokens))", "replicas, gradients"),
+             "((gate[:, None] - gate[:, None].detach()) * ~kept[:, None] * tokens)", "replicas, gradients"),
     _experts("one token too many in a box", "kept = place < capacity", "kept = place <= capacity",
              "replicas, (gradients|dropped)|error"),
     _experts("a place too few", "capacity = math.ceil(", "capacity = math.floor(", "replicas, (gradients|dropped)"),

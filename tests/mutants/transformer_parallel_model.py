@@ -43,7 +43,7 @@ MUTANTS = [
     _pipeline("the newest weights for an old micro-batch",
               "y.backward(None if stage == self.last else self.receive(micro, stage + 1))\n",
               "y.backward(None if stage == self.last else self.receive(micro, stage + 1))\n        self.optimizer.step()\n",
-              "1f1b, gradients"),
+              "1f1b, gradients|error"),
     _pipeline("a micro-batch weighs as much as a batch", "loss_of(y, self.targets[micro]) / self.m",
               "loss_of(y, self.targets[micro])", "gpipe, gradients"),
     _pipeline("the targets of the first micro-batch", "self.targets[micro]", "self.targets[0]", "gpipe, gradients"),
