@@ -10,7 +10,7 @@ r"""Three mistakes with DDP: two end in an error, the third says nothing (for tu
                Way out: `with ddp_model.join()`: ranks that are done take part with zeros.
     batchnorm  Each rank has the samples of one class, as in a file that is sorted by class.
                BatchNorm takes off their mean, which is all that tells the classes apart. No error:
-               the loss stays at 0.25, the variance of the labels 0 and 1.
+               the loss stops near 0.25, the variance of the labels 0 and 1.
                Way out: the statistics of all ranks. nn.SyncBatchNorm, which trains on GPUs alone,
                does what `BatchNormOfAllRanks` does.
 

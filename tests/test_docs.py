@@ -61,6 +61,13 @@ def test_flags_exist(command, monkeypatch, tmp_path):
         assert module.build_parser().parse_args(flags)
 
 
+@pytest.mark.parametrize("readme", READMES, ids=str)
+def test_a_table_stands_between_empty_lines(readme):
+    """Else the site takes it for a paragraph, or the heading behind it for a row."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / readme).read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^[^|\n].*\n\|.*|^\|.*\n[^|\n].*", text, re.MULTILINE) == []
+
+
 def test_demo_is_the_documented_command():
     demo = re.search(r"^demo:.*\n\t\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1)
     assert demo.split() in commands_in("README.md")
