@@ -63,11 +63,8 @@ class DoubleBufferedObserver(tutorial.Observer):
 class DoubleBufferedAgent(VectorAgent):
     """Decides for observers with two groups; each is a batch of its own."""
 
+    observer_class = DoubleBufferedObserver
     n_groups = 2
-
-    def __init__(self, world_size: int, args: argparse.Namespace,
-                 observer_class: type[tutorial.Observer] = DoubleBufferedObserver) -> None:
-        super().__init__(world_size, args, observer_class)
 
 
 def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:

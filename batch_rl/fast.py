@@ -1,4 +1,4 @@
-"""The experiment of main.py without an RRef in the requests; a timeout names who is late.
+"""The experiment of main.py without an RRef in the requests.
 
 What differs: the observers know the agent by its name. An RRef in each request is counted on both
 sides; the agent is there for as long as the observers are, so its name will do.
@@ -16,7 +16,7 @@ from common.cli import Parser
 from torch.distributed import rpc
 
 from batch_rl import main as tutorial
-from batch_rl.main import AGENT_NAME, OBSERVER_NAME, role_name  # noqa: F401  role_name: launchers
+from batch_rl.main import AGENT_NAME, role_name  # noqa: F401  role_name: launchers
 
 _agent = None  # on rank 0, where the requests find it
 
@@ -36,31 +36,15 @@ class AgentName:
 class FastAgent(tutorial.Agent):
     """Decides and learns as `Agent`; the observers know it by its name."""
 
-    def __init__(self, world_size: int, args: argparse.Namespace,
-                 observer_class: type[tutorial.Observer] = tutorial.Observer) -> None:
-        super().__init__(world_size, args, observer_class)
+    def __init__(self, world_size: int, args: argparse.Namespace) -> None:
+        super().__init__(world_size, args)
         self.agent_rref = AgentName()
 
     def run_episode(self, batch: bool) -> float:
-        """Play as `Agent.run_episode`.
-
-        Raises:
-            TimeoutError: names the observers for whose states the others have waited too long.
-        """
+        """Play as `Agent.run_episode`; the requests find this agent."""
         global _agent
         _agent = self
-        try:
-            return super().run_episode(batch)
-        except RuntimeError as error:
-            if "set timeout" not in str(error) or not batch:
-                raise
-            names = ", ".join(OBSERVER_NAME.format(ob_id + 1) for ob_id in sorted(self.late()))
-            waited = f"for {self.args.timeout:g} s"
-            raise TimeoutError(f"timed out: no states from {names} {waited}") from None
-
-    def late(self) -> set[int]:
-        """Return the observers for whose states a batch waits."""
-        return set(range(len(self.ob_rrefs))) - set(self.states)
+        return super().run_episode(batch)
 
 
 def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:

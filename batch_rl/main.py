@@ -121,8 +121,9 @@ class Observer:
 class Agent:
     """Decides for all observers and learns from them; on rank 0."""
 
-    def __init__(self, world_size: int, args: argparse.Namespace,
-                 observer_class: type[Observer] = Observer) -> None:
+    observer_class = Observer
+
+    def __init__(self, world_size: int, args: argparse.Namespace) -> None:
         self.args = args
         self.device = device_for(args.device)
         torch.manual_seed(args.seed)
@@ -131,8 +132,9 @@ class Agent:
         self.running_reward = 0.0
         self.seeds = torch.Generator().manual_seed(args.seed)  # of the environments
         self.agent_rref = rpc.RRef(self)
-        self.ob_rrefs = [rpc.remote(OBSERVER_NAME.format(ob_rank), observer_class, args=(args,))
-                         for ob_rank in range(1, world_size)]
+        self.ob_rrefs = [
+            rpc.remote(OBSERVER_NAME.format(ob_rank), self.observer_class, args=(args,))
+            for ob_rank in range(1, world_size)]
         self.lock = threading.Lock()
 
     def act(self, states: list) -> tuple[list, torch.Tensor]:

@@ -208,11 +208,11 @@ class Group:
 class VectorAgent(FastAgent):
     """Decides for vector environments and learns from whole episodes at once."""
 
+    observer_class = VectorObserver
     n_groups = 1  # of the environments of an observer, each of which asks for itself
 
-    def __init__(self, world_size: int, args: argparse.Namespace,
-                 observer_class: type[Observer] = VectorObserver) -> None:
-        super().__init__(world_size, args, observer_class)
+    def __init__(self, world_size: int, args: argparse.Namespace) -> None:
+        super().__init__(world_size, args)
         self.rng = np.random.default_rng(args.seed)  # of dropout and actions
 
     @staticmethod
@@ -234,12 +234,6 @@ class VectorAgent(FastAgent):
         num_envs = self.args.envs_per_observer // self.n_groups
         self.groups = [Group(self, batch, num_envs) for _ in range(self.n_groups)]
         return super().run_episode(batch)
-
-    def late(self) -> set[int]:
-        """Return the observers for whose states a batch waits."""
-        everyone = set(range(len(self.ob_rrefs)))
-        waiting = [set(group.states) for group in self.groups if group.states]
-        return everyone - set.intersection(everyone, *waiting) if waiting else everyone
 
     def finish_episode(self, batch: bool, ep_reward: float) -> None:
         """Learn as `Agent.finish_episode`, from the states: with the masks they give the graph."""

@@ -90,10 +90,8 @@ IN_DOCSTRINGS = {
         "trainers: {batch_update median_update_s .1f} s per update"],
     "param_server/main.py": ["(lock): {param_server_lock samples_per_s .0f} samples/s"],
     "rpc_rnn/prefetch.py": [
-        "makes {rpc_rnn_protocols prefetch_ratio.not_compiled .2f} times the steps/s of main.py "
-        "if both have ordinary optimizers, "
-        "{rpc_rnn_protocols prefetch_ratio.plain .2f} times those of",
-        "and {latency rows.10.prefetch_ratio .2f} times\nbetween machines"],
+        "makes {rpc_rnn_protocols prefetch_ratio .2f} times the steps/s of main.py",
+        "and {latency rows.10.prefetch_ratio .2f} times between\nmachines"],
 }
 MARKED = re.compile(r"(<!-- (=|code|output|replay|map|table) ([^>]*?) -->)(.*?)(<!-- end -->)",
                     re.DOTALL)

@@ -2,8 +2,7 @@
 
 Models train in turns, a few steps each, within one run: a noisy machine cannot favour one.
 
-    this lesson    rref.rpc_sync().forward(...), and functional optimizers
-    not compiled   the same with ordinary optimizers, which --checkpoint and prefetch.py need
+    this lesson    rref.rpc_sync().forward(...)
     prefetch       step, and look-up of the next piece, in one RPC (rpc_rnn/prefetch.py)
 
 and the first one once more with a clock between the parts of a step. The oracle's steps, without
@@ -25,20 +24,13 @@ from common.launcher import launch
 from common.session import rpc_options
 from torch import nn
 from torch.distributed import rpc
-from torch.distributed.optim import DistributedOptimizer
 
 from rpc_rnn import main as lesson
+from rpc_rnn import prefetch
 from rpc_rnn.data import columns, get_next_batch, load_language, require_inputs
-from rpc_rnn.prefetch import PrefetchingModel
-from rpc_rnn.saving import (
-    OPTIMIZERS,
-    OPTIMIZERS_WITH_STATE,
-    LocalRNNModel,
-    require_checkpoint,
-)
+from rpc_rnn.saving import LocalRNNModel, require_checkpoint
 
-LESSON, LOCAL = "this lesson", "one process, no RPC"
-NOT_COMPILED, PREFETCH = "not compiled", "prefetch"
+LESSON, PREFETCH, LOCAL = "this lesson", "prefetch", "one process, no RPC"
 PARTS = ("embedding RPC", "LSTM", "decoder RPC", "loss", "backward", "optimizer step",
          "end of the context")
 
@@ -99,17 +91,14 @@ def measure(args):
     language = load_language(args)
     sizes = (language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout, args.seed)
     ours, ahead = (model_class("ps", *sizes, args.device)
-                   for model_class in (lesson.RNNModel, PrefetchingModel))
+                   for model_class in (lesson.RNNModel, prefetch.PrefetchingModel))
     local, criterion = LocalRNNModel(*sizes[:4]), nn.CrossEntropyLoss()
-    torchs = OPTIMIZERS[args.optimizer]
-    with_state = OPTIMIZERS_WITH_STATE[args.optimizer]
-    opt, not_compiled = (DistributedOptimizer(optimizer_class, ours.parameter_rrefs(), lr=args.lr)
-                         for optimizer_class in (torchs, with_state))
+    alone = lesson.OPTIMIZERS[args.optimizer](local.parameters(), lr=args.lr)
+    opt = ours.make_optimizer(args)
     # A step as one call of (data, target, hidden), for each way to make one; what it reads.
     ways = {LESSON: (remote_step, ours, opt, get_next_batch),
-            NOT_COMPILED: (remote_step, ours, not_compiled, get_next_batch),
-            PREFETCH: (remote_step, ahead, ahead.make_optimizer(args), ahead.get_next_batch),
-            LOCAL: (local_step, local, torchs(local.parameters(), lr=args.lr), get_next_batch),
+            PREFETCH: (remote_step, ahead, ahead.make_optimizer(args), prefetch.get_next_batch),
+            LOCAL: (local_step, local, alone, get_next_batch),
             "parts": (timed_step, ours, opt, get_next_batch)}
     text = columns(language.train, args.batch_size, 0, 1)[: args.steps * args.bptt + 1]
     hidden, times, parts = ours.init_hidden(args.batch_size), {name: [] for name in ways}, []
@@ -126,8 +115,7 @@ def measure(args):
     medians = map(statistics.median, zip(*parts, strict=True))
     ms = {name: statistics.median(times[name][1:]) for name in ways if name != "parts"}
     return {"ms_per_step": ms, "parts_ms": dict(zip(PARTS, medians, strict=True)),
-            "prefetch_ratio": {"plain": ms[LESSON] / ms[PREFETCH],
-                               "not compiled": ms[NOT_COMPILED] / ms[PREFETCH]}}
+            "prefetch_ratio": ms[LESSON] / ms[PREFETCH]}
 
 
 def build_parser():
@@ -155,8 +143,7 @@ def main(argv=None):
     print(f"{'':20} ms a step   steps/s   (medians of {args.rounds} turns of {args.steps} steps)")
     for name, ms in metrics["ms_per_step"].items():
         print(f"{name:20} {ms:9.2f} {1000 / ms:9.0f}")
-    for name, ratio in metrics["prefetch_ratio"].items():
-        print(f"prefetch makes {ratio:.2f} times the steps/s of: {name}")
+    print(f"prefetch makes {metrics['prefetch_ratio']:.2f} times the steps/s")
     total = sum(metrics["parts_ms"].values())
     print(f"\n{'part':20} {'ms':>9}   share")
     for name, ms in metrics["parts_ms"].items():

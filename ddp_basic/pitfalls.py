@@ -16,7 +16,7 @@ r"""Three mistakes with DDP: two end in an error, the third says nothing (for tu
 
     python ddp_basic/pitfalls.py --kind unused                 the mistake
     python ddp_basic/pitfalls.py --kind unused --mended        the same, with its way out
-    python ddp_basic/pitfalls.py --kind unused --check         mended: the same numbers as one process?
+    python ddp_basic/pitfalls.py --kind unused --check         mended: the same as one process?
 
 It ends with, of batchnorm:
     batchnorm on 2 ranks: loss 0.780 -> 0.253

@@ -142,7 +142,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     role, n_trainers, metrics = role_name(rank, world_size), world_size - 2, None
     # Tutorial: two ports, 29500 and 29501; here RPC and the group share one store.
     options = {"rank": rank, "world_size": world_size, "rpc_backend_options": rpc_options(args)}
-    torch.manual_seed(args.seed)  # on the server: that of the table
+    torch.manual_seed(args.seed)  # on the server: it makes the table when the master asks
     if role == MASTER_NAME:
         rpc.init_rpc(role, **options)
         # Build the table on the server.

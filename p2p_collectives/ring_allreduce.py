@@ -4,8 +4,8 @@ Every rank has a tensor, and all of them want the sum. In a ring each rank only 
 neighbour and only receives from its left one. From the tutorial's ring to one that keeps up with
 `dist.all_reduce`:
 
-    allreduce        "ring_naive" below: the whole tensor, S bytes, goes round: (N-1) S sent by all
-    ring_chunked     chunk by chunk, in two rounds: 2 (N-1)/N S, less than 2 S for any N
+    allreduce        "ring_naive" below: the whole tensor, S bytes, goes round: (N-1) S sent by each
+    ring_chunked     chunk by chunk, in two rounds: 2 (N-1)/N S by each, less than 2 S
     RingAllReduce    the same bytes, faster: in place, receives posted before the data come, no
                      allocations, one segment is added while the next one travels
 

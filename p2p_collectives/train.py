@@ -97,7 +97,7 @@ def partition_dataset(args: Namespace) -> tuple[Partition, list[int], TensorData
 
 
 class Net(nn.Module):
-    """Classifies digits, as PyTorch's MNIST example; half the dropout, for 10 epochs are few."""
+    """Classifies digits, as the tutorial's; half of its dropout, for 10 epochs are few."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,6 +169,7 @@ def run(rank: int, size: int, args: Namespace, train_step: Callable = train_step
     train_set, global_batches, test_set = partition_dataset(args)
     net = Net().to(device)
     model = wrap(net)
+    # Tutorial: lr 0.01 in all epochs, momentum 0.5; too slow for as few steps as ours.
     optimizer = optim.SGD(net.parameters(), lr=args.lr, momentum=args.momentum,
                           nesterov=args.momentum > 0)
     epochs = resume(net, optimizer, args) if args.resume else []
@@ -177,7 +178,7 @@ def run(rank: int, size: int, args: Namespace, train_step: Callable = train_step
                           show=rank == 0, role="rank0")
     for epoch in range(len(epochs), args.epochs):
         # Another seed on each rank, for the order of its samples and for dropout; and in each
-        # epoch, so that a resumed training goes on as if it had never stopped.
+        # epoch, so that a training resumed with the same --epochs goes on as if never stopped.
         torch.manual_seed(1_000_000 * args.seed + 1000 * epoch + rank)
         optimizer.param_groups[0]["lr"] = args.lr * (1 - epoch / args.epochs)  # smaller and smaller
         epoch_loss = 0.0
@@ -211,11 +212,12 @@ def resume(net: nn.Module, optimizer: optim.Optimizer, args: Namespace) -> list[
     return state["epochs"]
 
 
-def run_worker(rank: int, world_size: int, args: Namespace, *how: Callable) -> dict | None:
-    """Join, train, leave; rank 0 returns the metrics. `how`: see `run`."""
+def run_worker(rank: int, world_size: int, args: Namespace, train_step: Callable = train_step,
+               wrap: Callable = lambda net: net) -> dict | None:
+    """Join, train, leave; rank 0 returns the metrics. The last two arguments: see `run`."""
     dist.init_process_group(**group_options(args, device_for(args.device)), rank=rank,
                             world_size=world_size)
-    metrics = {"backend": dist.get_backend(), **run(rank, world_size, args, *how)}
+    metrics = {"backend": dist.get_backend(), **run(rank, world_size, args, train_step, wrap)}
     dist.destroy_process_group()
     return metrics if rank == 0 else None
 

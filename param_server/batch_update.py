@@ -43,7 +43,7 @@ from torch.distributed import rpc
 from torch.distributed.rpc import RRef
 from torch.futures import Future
 
-from param_server.batch_update_results import finish, peak_memory
+from param_server.batch_update_results import finish, peak_memory, seconds_since
 from param_server.data import require_sizes
 
 SERVER_NAME = "parameter_server"
@@ -74,7 +74,8 @@ class BatchUpdateParameterServer:
         self.lock = threading.Lock()
         self.future_model = Future()
         self.batch_update_size = args.world_size - 1
-        self.arrived = set()  # Tutorial: a count. With the ranks, one can say who is late.
+        self.arrived = {}  # Tutorial: a count. Here the rank of each, and when it came,
+        self.waits = []  # for the report: of each batch, how long each trainer has waited
         self.optimizer = optim.SGD(self.model.parameters(), lr=args.lr, momentum=0.9)
         for p in self.model.parameters():
             p.grad = torch.zeros_like(p)
@@ -95,18 +96,15 @@ class BatchUpdateParameterServer:
             grads: of all parameters; then its running statistics.
 
         Returns:
-            A future of (what `get_model` returns after the step, seconds that this call waited).
+            A future of what `get_model` returns after the step.
         """
-        called = time.perf_counter()
         with self.lock:  # the sum, too: of two additions at the same time one could be lost
             for total, g in zip(self.sums, grads, strict=True):
                 total += g
-            self.arrived.add(rank)
+            self.arrived[rank] = time.perf_counter()
             fut = self.future_model
-            # Of what completes the future, each trainer gets its part.
-            answer = fut.then(lambda fut: (fut.wait()[0], fut.wait()[1] - called))
             if len(self.arrived) < self.batch_update_size:
-                return answer
+                return fut
             for total in self.sums:
                 total /= self.batch_update_size
             self.optimizer.step()
@@ -115,11 +113,12 @@ class BatchUpdateParameterServer:
                 buffer.copy_(mean)
             for total in self.sums:
                 total.zero_()
-            self.arrived, self.future_model = set(), Future()  # for the next batch
+            self.waits.append(seconds_since(self.arrived))
+            self.arrived, self.future_model = {}, Future()  # for the next batch
         # Tutorial: inside the lock, where RPC then sends all the answers.
         # No copy: all trainers have this model before the last of them sends its next gradients.
-        fut.set_result((self.get_model(), time.perf_counter()))
-        return answer
+        fut.set_result(self.get_model())
+        return fut
 
 
 class Trainer:
@@ -173,10 +172,10 @@ class Trainer:
             loss = report.require_finite(loss, f"at update {update}")
             grads = self.get_gradients()
             computed = time.perf_counter()
-            numbers, waiting = self.ps_rref.rpc_sync().update_and_fetch_model(self.rank, grads)
+            numbers = self.ps_rref.rpc_sync().update_and_fetch_model(self.rank, grads)
             self.set_model(numbers)
             step_stats.append({"loss": loss, "started": started, "computed": computed,
-                               "waiting": waiting, "ended": time.perf_counter()})
+                               "ended": time.perf_counter()})
             if self.rank == 1:  # the others are as far
                 report.log(TRAINER_NAME.format(1), f"update {update}  loss {loss:.3f}")
         return step_stats
@@ -196,14 +195,7 @@ def run_ps(server: BatchUpdateParameterServer, args: Namespace, trainer_class: t
     # Tutorial: the default of 60 s, for a training of any length. Every update in it has --timeout.
     futs = [rpc.rpc_async(name, run_trainer, args=(ps_rref, args, trainer_class), timeout=0)
             for name in names]
-    try:
-        return wait_all(futs)
-    except RuntimeError as error:
-        if "set timeout" not in str(error):
-            raise
-        late = [name for rank, name in enumerate(names, 1) if rank not in server.arrived]
-        raise TimeoutError(f"timed out: no gradient from {', '.join(late)} for {args.timeout:g} s"
-                           ) from None
+    return wait_all(futs)
 
 
 def run_worker(
@@ -219,7 +211,7 @@ def run_worker(
     rpc.shutdown()  # waits for everyone: until then, the trainers do what they are asked
     if rank != 0:
         return None
-    return {"trainers": trainers, "peak_memory": peak_memory(),
+    return {"trainers": trainers, "waits": server.waits, "peak_memory": peak_memory(),
             "model_bytes": sum(tensor.nbytes for tensor in server.get_model())}
 
 

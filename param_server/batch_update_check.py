@@ -282,9 +282,10 @@ def compare_metrics(findings: Comparison, measured: dict, alone: dict, args: Nam
                    [sum(losses.values()) / len(losses) for losses in alone["losses"]], 1e-9,
                    "of all trainers", "update")
     rows = []
-    for of_update in zip(*(trainer["updates"] for trainer in measured["trainers"]), strict=True):
-        spans = [(stats["ended"] - stats["started"], stats["computed"] - stats["started"],
-                  stats["waiting"]) for stats in of_update]
+    for waits, *of_update in zip(measured["waits"], *(
+            trainer["updates"] for trainer in measured["trainers"]), strict=True):
+        spans = [(stats["ended"] - stats["started"], stats["computed"] - stats["started"], wait)
+                 for stats, wait in zip(of_update, waits, strict=True)]
         seconds, compute, waiting = (sum(parts) / len(spans) for parts in zip(*spans, strict=True))
         rows.append([max(span[0] for span in spans), compute, seconds - compute - waiting, waiting])
     findings.close("seconds", list(map(list, zip(
@@ -303,11 +304,13 @@ def compare_metrics(findings: Comparison, measured: dict, alone: dict, args: Nam
 def compare_moments(findings: Comparison, measured: dict) -> None:
     """Hold the order of the times of which these seconds are made."""
     early = 0
-    for trainer in measured["trainers"]:
-        for stats, forward in zip(trainer["updates"], trainer["forwards"], strict=False):
+    for trainer, waits in zip(measured["trainers"], zip(*measured["waits"], strict=True),
+                              strict=True):
+        for stats, forward, wait in zip(trainer["updates"], trainer["forwards"], waits,
+                                        strict=False):
             moments = [stats["started"], forward["began"], forward.get("ended", 0.0),
-                       stats["computed"], stats["computed"] + stats["waiting"], stats["ended"]]
-            early += stats["waiting"] < 0 or any(
+                       stats["computed"], stats["computed"] + wait, stats["ended"]]
+            early += wait < 0 or any(
                 after < before for before, after in itertools.pairwise(moments))
     findings.holds("moments", early == 0, "begun, forward, backward, computed, answered: "
                    f"in another order in {early} updates of the trainers")

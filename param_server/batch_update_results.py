@@ -3,6 +3,7 @@
 import resource
 import statistics
 import sys
+import time
 from argparse import Namespace
 
 import torch
@@ -32,10 +33,16 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def seconds_of(step_stats: dict[str, float]) -> dict[str, float]:
+def seconds_since(moments: dict[int, float]) -> list[float]:
+    """Return how long ago these moments of the ranks were, rank by rank."""
+    now = time.perf_counter()
+    return [now - moments[rank] for rank in sorted(moments)]
+
+
+def seconds_of(step_stats: dict[str, float], waiting: float) -> dict[str, float]:
     """Return what an update of a trainer took: in all, and what it was spent on."""
     seconds = step_stats["ended"] - step_stats["started"]
-    compute, waiting = step_stats["computed"] - step_stats["started"], step_stats["waiting"]
+    compute = step_stats["computed"] - step_stats["started"]
     return {"seconds": seconds, "compute": compute, "waiting": waiting,
             "transfer": seconds - compute - waiting}
 
@@ -45,7 +52,8 @@ def summary(measured: dict, args: Namespace) -> dict:
 
     Args:
         measured: what the server returns: of each trainer the `step_stats` of its updates and its
-            `peak_memory`; the server's own; `model_bytes`.
+            `peak_memory`; the server's own, `model_bytes`, and of each update the `waits` of the
+            trainers.
         args: the parsed flags.
 
     Returns:
@@ -55,7 +63,8 @@ def summary(measured: dict, args: Namespace) -> dict:
     """
     trainers = measured["trainers"]
     updates = list(zip(*(trainer["updates"] for trainer in trainers), strict=True))
-    spent = [[seconds_of(step_stats) for step_stats in update] for update in updates]
+    spent = [[seconds_of(*of_trainer) for of_trainer in zip(update, waits, strict=True)]
+             for update, waits in zip(updates, measured["waits"], strict=True)]
     seconds = [max(of_trainer["seconds"] for of_trainer in update) for update in spent]
     shares = {what: [statistics.mean(of_trainer[what] for of_trainer in update) for update in spent]
               for what in SPENT}

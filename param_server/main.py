@@ -49,7 +49,7 @@ from param_server.data import count_batches, get_next_batch, require_inputs
 from param_server.results import finish, log_epoch
 
 SERVER_NAME = "parameter_server"
-TRAINER_NAME = "trainer{}"
+TRAINER_NAME = "trainer{}"  # Tutorial: "trainer_1", ...
 
 
 def role_name(rank: int, world_size: int) -> str:
@@ -200,13 +200,16 @@ class TrainerNet(nn.Module):
         """Have the server alone, for a forward, its backward and its step."""
         # Tutorial: one trainer's step broke another's backward: "modified by an inplace operation".
         remote_method("acquire", self.param_server_rref)
-        yield
+        yield  # in no `finally`: an error in there ends the run on all ranks, those that wait, too
         remote_method("release", self.param_server_rref)
 
 
 class SGD(optim.SGD):
-    """Steps as an ordinary optimizer, under a lock: `DistributedOptimizer` does not know it."""
-    # Tutorial: optim.SGD, for which torch has a functional form. That takes no lock.
+    """Is optim.SGD under a name that `DistributedOptimizer` does not know.
+
+    Of those it makes ordinary optimizers, which step under a lock. Of torch's own it makes a
+    functional form, which takes none: of two steps at a time one can be lost.
+    """
 
 
 def run_training_loop(
@@ -216,7 +219,7 @@ def run_training_loop(
     """Train on all epochs, then take the accuracy; the first trainer returns the metrics of all."""
     net = net_class(args)
     param_rrefs = net.get_global_param_rrefs()
-    opt = optimizer_class(SGD, param_rrefs, lr=args.lr)
+    opt = optimizer_class(SGD, param_rrefs, lr=args.lr)  # Tutorial: optim.SGD
     net.train()
     server = net.param_server_rref
     first_epoch = remote_method("get_first_epoch", server)

@@ -45,7 +45,7 @@ from rpc_rl.results import ENV_NAME, History, finish, refuse_what_cannot_end
 
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"  # Tutorial: "obs", the same name for all observers.
-RPC_THREADS = 2  # more only queue for the interpreter lock: the default, 16, is 15% slower
+RPC_THREADS = 2  # more only queue for the interpreter lock: the default, 16, is slower
 
 
 def role_name(rank: int, world_size: int) -> str:

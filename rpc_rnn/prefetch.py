@@ -20,10 +20,9 @@ but the next tokens. So one RPC brings these, too, and does all of it:
 
 It ends with: loss 2.30 -> 1.20 (...) | validation perplexity 3.33 | ..., 5 RPC round trips a step
 
-It makes 1.12 times the steps/s of main.py if both have ordinary optimizers, 0.96 times those of
-main.py as it is, with torch's functional ones (`python -m benchmarks.rpc_rnn`), and 1.20 times
-between machines that are 10 ms apart (`python -m benchmarks.latency`). It costs a second way for
-gradients, and one trainer is all there can be: the tables step as soon as its gradient has come.
+It makes 1.12 times the steps/s of main.py (`python -m benchmarks.rpc_rnn`), and 1.20 times between
+machines that are 10 ms apart (`python -m benchmarks.latency`). It costs a second way for gradients,
+and one trainer is all there can be: the tables step as soon as its gradient has come.
 
 Nothing is stale: the look-up comes after the step, and draws its dropout mask before the decoder's
 next one, as in main.py. What differs is where a gradient is. A context belongs to one step, and the
@@ -38,7 +37,6 @@ the tables have stepped, while the optimizer of all else does; TrainPipelineSemi
 earlier, in weights one step old (https://github.com/meta-pytorch/torchrec, train_pipelines.py).
 """
 
-import itertools
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -53,7 +51,7 @@ from rpc_rnn import data
 from rpc_rnn import main as tutorial
 from rpc_rnn.main import role_name
 from rpc_rnn.results import finish
-from rpc_rnn.saving import OPTIMIZERS_WITH_STATE, require_checkpoint
+from rpc_rnn.saving import require_checkpoint
 
 
 class PrefetchingModel(tutorial.RNNModel):
@@ -61,14 +59,6 @@ class PrefetchingModel(tutorial.RNNModel):
 
     embeddings = None  # of the piece that is read next
     next_tokens = None  # those of the piece after that, of the one text that this trainer reads
-
-    @classmethod
-    def get_next_batch(cls, table: torch.Tensor,
-                       bptt: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pieces of text, and remember for the step what follows; nothing after the last."""
-        pieces = itertools.chain(data.get_next_batch(table, bptt), [(None, None)])
-        for piece, (cls.next_tokens, _) in itertools.pairwise(pieces):
-            yield piece
 
     def look_up(self, input: torch.Tensor) -> torch.Tensor:
         """Return embeddings (T, B, ninp) of tokens (T, B), a leaf of this process's graph."""
@@ -81,9 +71,17 @@ class PrefetchingModel(tutorial.RNNModel):
 
     def make_optimizer(self, args: Namespace) -> DistributedOptimizer:
         """Make an optimizer whose step also looks up what the model reads next."""
-        # A functional one, which torch has for its own classes, would see no `.grad`.
-        optimizer_class = OPTIMIZERS_WITH_STATE[args.optimizer]
-        return PrefetchingOptimizer(self, optimizer_class, self.parameter_rrefs(), lr=args.lr)
+        # Ordinary ones: torch's functional form would see no `.grad`.
+        return PrefetchingOptimizer(self, tutorial.OPTIMIZERS[args.optimizer],
+                                    self.parameter_rrefs(), lr=args.lr)
+
+
+def get_next_batch(table: torch.Tensor, bptt: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pieces of text; before each, let the model know which tokens follow it."""
+    pieces = list(data.get_next_batch(table, bptt))  # views: nothing is copied
+    for piece, (following, _) in zip(pieces, [*pieces[1:], (None, None)], strict=True):
+        PrefetchingModel.next_tokens = following
+        yield piece
 
 
 class PrefetchingOptimizer(DistributedOptimizer):
@@ -139,8 +137,7 @@ def step_and_look_up(table_rref: rpc.RRef, optimizer_rref: rpc.RRef, context_id:
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Serve on rank 0; on the other one train, and return the metrics."""
-    return tutorial.run_worker(rank, world_size, args, PrefetchingModel,
-                               PrefetchingModel.get_next_batch)
+    return tutorial.run_worker(rank, world_size, args, PrefetchingModel, get_next_batch)
 
 
 def build_parser() -> Parser:

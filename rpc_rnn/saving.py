@@ -7,35 +7,14 @@ import torch
 import torch.distributed as dist
 from common import checkpoint
 from common.cli import given, refuse
-from torch import nn, optim
+from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
 from rpc_rnn.data import Language
 from rpc_rnn.results import History
 
-
-class SGD(optim.SGD):
-    """Steps as torch's, but `DistributedOptimizer` does not know it.
-
-    For one that it knows it has a functional form, whose state nobody can fetch (torch 2.13
-    compiles it to TorchScript, which takes a tenth off the time of a step). Of a class that it
-    does not know it makes ordinary optimizers.
-    """
-
-
-class Adam(optim.Adam):
-    """Steps as torch's; see `SGD`."""
-
-
 PARTS = ("emb_table", "rnn", "decoder")  # how the names of their weights begin
-OPTIMIZERS = {"sgd": optim.SGD, "adam": optim.Adam}
-OPTIMIZERS_WITH_STATE = {"sgd": SGD, "adam": Adam}
-
-
-def optimizer_class(args: Namespace) -> type[optim.Optimizer]:
-    """Return what `--optimizer` names; with `--checkpoint`, one whose state can be fetched."""
-    return (OPTIMIZERS_WITH_STATE if args.checkpoint else OPTIMIZERS)[args.optimizer]
 
 
 class LocalRNNModel(nn.Module):

@@ -24,7 +24,6 @@ own.
 """
 
 import threading
-import weakref
 from argparse import Namespace
 
 import torch
@@ -42,9 +41,9 @@ from rpc_rnn import main as tutorial
 from rpc_rnn.data import require_inputs
 from rpc_rnn.main import Decoder, EmbeddingTable, role_name
 from rpc_rnn.results import finish
-from rpc_rnn.saving import optimizer_class, require_checkpoint
+from rpc_rnn.saving import require_checkpoint
 
-_parts = weakref.WeakValueDictionary()  # each is there as long as a trainer refers to it
+_parts = {}  # on the server: what the trainers share, by its class
 _parts_lock = threading.Lock()
 
 
@@ -81,8 +80,8 @@ class SharedRNNModel(tutorial.RNNModel):
 
     def make_optimizer(self, args: Namespace) -> DistributedOptimizer:
         """Make an optimizer for the global batch; only the first trainer's has the tables."""
-        return GlobalBatchOptimizer(self, optimizer_class(args), self.parameter_rrefs(),
-                                    lr=args.lr)
+        return GlobalBatchOptimizer(self, tutorial.OPTIMIZERS[args.optimizer],
+                                    self.parameter_rrefs(), lr=args.lr)
 
 
 class GlobalBatchOptimizer(DistributedOptimizer):

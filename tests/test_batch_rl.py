@@ -2,7 +2,6 @@
 
 import json
 import threading
-from argparse import Namespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.futures import Future
 from batch_rl import double_buffering, until_solved
 from batch_rl import main as batch_rl
 from batch_rl.results import finish_training
-from batch_rl.vector import VectorAgent
 from benchmarks import batch_rl as benchmark
 from benchmarks import one_process
 from tests.helpers import commands_in, png_size, run, script
@@ -102,14 +100,6 @@ def test_returns():
     assert returns([1, 1, 1], True) == [1.75, 1.5, 1.0]
     assert returns([1, 1], False) == [2.0, 2.0]
     assert returns([1, 1], False, gamma=1.0) == [102.0, 101.0]  # at most as long as an episode
-
-
-def test_late_names_who_keeps_a_group_waiting():
-    agent = object.__new__(VectorAgent)
-    agent.ob_rrefs = [None] * 3
-    for waiting, late in (([{0, 2}], {1}), ([{0, 2}, {0, 1, 2}], {1}), ([{0, 2}, set()], {1}), ([set(), set()], {0, 1, 2})):
-        agent.groups = [Namespace(states=dict.fromkeys(who)) for who in waiting]
-        assert agent.late() == late
 
 
 # --- what it computes

@@ -22,7 +22,7 @@ and their gradients behind them, to which each rank adds; after N hops they are 
 
 Later tokens are not looked at: in `ring` rank 0 has nothing to do in hops 1 to 3. torch's own is
 the experimental `context_parallel`, which knows the kernels of GPUs alone: here the ring inside of
-it is called with that of CPUs.
+it is called with that of CPUs, and K and V are sent round, not gathered as by default.
 
     python transformer_parallel/ring_attention.py                 all four, on four ranks
     python transformer_parallel/ring_attention.py --batch_size 1 --seq_len 4096 --steps 3 --blocks 1
@@ -43,8 +43,8 @@ from common.cli import Parser, refuse
 from common.program import run_program
 from common.session import device_of_group
 
-# Private; the public `context_parallel` is there, too.
-from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+# Private: the ring inside of the public `context_parallel`, which knows no kernel of CPUs.
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_attention
 from torch.nn import functional as F
 
 from transformer_parallel import main as tutorial
@@ -246,8 +246,8 @@ class TorchRing(Zigzag):
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         super().__init__(model, args)
-        torchs.set_rotate_method("alltoall")  # by default, K and V of all ranks are gathered
-        torchs._cp_options.convert_to_f32 = False  # or float64 would not stay float64
+        torch_attention.set_rotate_method("alltoall")  # by default, all K and V are gathered
+        torch_attention._cp_options.convert_to_f32 = False  # or it merges in float32, float64 too
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attend to all tokens that are not later."""
@@ -265,7 +265,7 @@ class TorchRingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Compute what `RingAttention` does; q, k and v are (B, heads, T / N, head_units)."""
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        out, log_sums = torchs._templated_ring_attention(
+        out, log_sums = torch_attention._templated_ring_attention(
             dist.group.WORLD, 2, kernel, q, k, v, is_causal=True)
         ctx.save_for_backward(q, k, v, out, log_sums)
         return out
@@ -274,7 +274,7 @@ class TorchRingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gradients of q, k and v."""
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        return torchs._templated_ring_attention_backward(
+        return torch_attention._templated_ring_attention_backward(
             dist.group.WORLD, 2, kernel, gradient, "grad_out", *ctx.saved_tensors, is_causal=True,
             dropout_p=0.0)
 
@@ -297,7 +297,8 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    # Each rank has four times the scores of a hop, of one block at a time; the oracle has all.
+    # In `ring` a rank has four times the scores of a hop, of one block at a time, elsewhere fewer;
+    # the oracle has all.
     tutorial.require_room(args, args.world_size,
                           scores=3 if args.check else 4 / args.world_size / args.blocks)
     if args.device == "cuda" and {*args.ways} == {"torch_ring"}:

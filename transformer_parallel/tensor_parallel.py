@@ -226,6 +226,7 @@ class TensorParallel(Way):
     def __init__(self, model: Transformer, args: Namespace, group: Group = None) -> None:
         super().__init__(cut(model, self.enter, self.leave, group), args)
         self.group, self.kept = group, results.Kept(model)
+        # `with self.kept:` around the blocks: from in front of the first to behind the last.
         model.blocks[0].register_forward_pre_hook(lambda *_: self.kept.__enter__())
         model.blocks[-1].register_forward_hook(lambda *_: self.kept.__exit__())
 

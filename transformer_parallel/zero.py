@@ -9,7 +9,7 @@ Of P bytes of weights, AdamW needs P bytes of gradients and 2 P of moments besid
     zero2       P          P / N        2 P / N     2: the same, during backward, which waits
     zero3       P / N      P / N        2 P / N     3: all-gather of weights in forward, and again
                                                        in backward; reduce-scatter of gradients
-    fsdp        torch's fully_shard (FSDP2), which is the third
+    fsdp        torch's fully_shard (FSDP2), which is zero3
 
 `zero3` has the weights of a block only while it computes:
 

@@ -33,7 +33,7 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
     model = model_class("ps", language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout,
                         args.seed, args.device)
     opt = model.make_optimizer(args)
-    optimizer = saving.OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
+    optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
     criterion = nn.CrossEntropyLoss()
     epochs, initial_val_loss = (
         saving.restore(model, opt, rank, args) if args.resume

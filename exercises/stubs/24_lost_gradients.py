@@ -16,7 +16,7 @@ def update_and_fetch_model(self, rank: int, grads: list[torch.Tensor]) -> Future
         メモリーを共有しています。`self.batch_update_size`はトレーナーの数です。
     rank: 呼んだトレーナーのランク。
     grads: テンソルのリスト。全パラメーターの勾配と、BatchNormの移動統計量です。
-    戻り値: future。値は、更新後のモデルと、この呼び出しが待った秒数の組です。
+    戻り値: future。値は、更新後のモデルです。
 
     Add a trainer's gradients, and make the step when those of all are there. There is a mistake in
     here.
@@ -26,17 +26,15 @@ def update_and_fetch_model(self, rank: int, grads: list[torch.Tensor]) -> Future
         same memory as the `.grad`s of the model; `self.batch_update_size`, how many trainers.
     rank: of the trainer that calls.
     grads: a list of tensors: gradients of all parameters, and BatchNorm's running statistics.
-    Returns a future of the model after the step, and the seconds that this call has waited.
+    Returns a future of the model after the step.
     """
-    arrived = time.perf_counter()
     for total, g in zip(self.sums, grads, strict=True):
         total += g
     with self.lock:
-        self.arrived.add(rank)
+        self.arrived[rank] = time.perf_counter()
         fut = self.future_model
-        answer = fut.then(lambda fut: (fut.wait()[0], fut.wait()[1] - arrived))
         if len(self.arrived) < self.batch_update_size:
-            return answer
+            return fut
         for total in self.sums:
             total /= self.batch_update_size
         self.optimizer.step()
@@ -44,6 +42,7 @@ def update_and_fetch_model(self, rank: int, grads: list[torch.Tensor]) -> Future
             buffer.copy_(mean)
         for total in self.sums:
             total.zero_()
-        self.arrived, self.future_model = set(), Future()
-    fut.set_result((self.get_model(), time.perf_counter()))
-    return answer
+        self.waits.append(seconds_since(self.arrived))
+        self.arrived, self.future_model = {}, Future()
+    fut.set_result(self.get_model())
+    return fut

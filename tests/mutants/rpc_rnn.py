@@ -70,10 +70,9 @@ MUTANTS = [
                "    optimizer_rref.local_value().step(context_id)\n"
                "    return following\n"),
     Mutant("embeddings of the present piece again", **PREFETCH, check="error|training, loss",
-           old="        for piece, (cls.next_tokens, _) in itertools.pairwise(pieces):\n",
-           new="        for piece, _ in itertools.pairwise(pieces):\n            cls.next_tokens = piece[0]\n"),
+           old="PrefetchingModel.next_tokens = following", new="PrefetchingModel.next_tokens = piece[0]"),
     Mutant("the first piece of the next epoch before its seed", **PREFETCH, check="training, loss",
-           old="[(None, None)]", new="[(table[:bptt], None)]"),
+           old="(None, None)]", new="pieces[0]]"),
     Mutant("validation reads what the training has prefetched", **PREFETCH, check="error|validation, loss",
            old="        if not torch.is_grad_enabled():  # validation reads other tokens\n"
                "            return super().look_up(input)\n", new=""),
@@ -91,7 +90,7 @@ MUTANTS = [
     Mutant("the trainer's own step forgotten", **PREFETCH, check="weights after each step, LSTM",
            old="        here.local_value().step(context_id)  # meanwhile\n", new=""),
     Mutant("an optimizer that sees no .grad", **PREFETCH, check="weights after each step, table",
-           old="import OPTIMIZERS_WITH_STATE,", new="import OPTIMIZERS as OPTIMIZERS_WITH_STATE,"),
+           old="tutorial.OPTIMIZERS[args.optimizer]", new="torch.optim.Adam"),
     Mutant("one language for all seeds", **DATA, check="metrics, entropy_floor", flags=("--seed", 7),
            old="chain = MarkovChain(args.seed)", new="chain = MarkovChain(0)"),
     Mutant("one training text for all seeds", **DATA, check="tokens", flags=("--seed", 7),

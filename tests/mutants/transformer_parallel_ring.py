@@ -36,7 +36,7 @@ MUTANTS = [
           "ring, (gradients|losses)|error"),
     _ring("nobody waits for what arrives", "        for request in requests:\n            request.wait()\n        kv = arriving\n",
           "        kv = arriving\n", "ring, (gradients|losses)|error"),
-    _ring("torch gathers K and V", '        torchs.set_rotate_method("alltoall")  # by default, K and V of all ranks are gathered\n', "",
+    _ring("torch gathers K and V", '        torch_attention.set_rotate_method("alltoall")  # by default, all K and V are gathered\n', "",
           "torch_ring, (calls|bytes)"),
     _ring("torch adds in float32", "convert_to_f32 = False", "convert_to_f32 = True", "torch_ring, gradients"),
     _ring("torch's ring without the balance of its tokens", "class TorchRing(Zigzag):", "class TorchRing(Ring):", "torch_ring, (gradients|losses)"),
