@@ -22,10 +22,9 @@ import signal
 import statistics
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
-import joblib
-import torch
 from common import report
 from common.cli import PlainParser, bounded, refuse
 from tqdm import tqdm
@@ -89,20 +88,16 @@ def measure(name, folder):
 def summary(name, runs):
     """What `docs/results/NAME.json` holds."""
     numbers = {key: [run[key] for run in runs if key in run] for key in runs[0]}
+    here = report.machine(Namespace(device="auto"))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
                             text=True)
     return {"command": f"python {HEADLINES[name][0]}", "commit": commit.stdout.strip(),
-            "machine": {"cores": joblib.cpu_count(), "system": platform.system(),
-                        "device": device()},
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "machine": {"cores": here["cpu_count"], "system": platform.system(),
+                        "device": here["device"]},
+            "versions": {"torch": here["torch"], "python": platform.python_version()},
             "median": {key: statistics.median(values) for key, values in numbers.items()},
             "range": {key: [min(values), max(values)] for key, values in numbers.items()},
             "runs": len(runs)}
-
-
-def device():
-    """Where the models computed."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def main(argv=None):

@@ -1,7 +1,6 @@
-"""Write code, outputs, numbers, maps and tables of faults into the pages, or check the pages.
+"""Write code, outputs, numbers, maps and tables of faults into the pages.
 
     python -m benchmarks.docs            write
-    python -m benchmarks.docs --check    status 1 if a page is not what would be written
 
 In a page, in either language (`*.ja.md` is Japanese):
 
@@ -391,16 +390,11 @@ def out_of_date():
 
 
 def main(argv=None):
-    """Write the pages, or check them."""
-    parser = PlainParser(__doc__)
-    parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
-    args = parser.parse_args(argv)
-    stale = out_of_date()
-    for path, text in stale.items():
-        print(f"{'out of date' if args.check else 'written'}: {path.relative_to(ROOT)}")
-        if not args.check:
-            path.write_text(text)
-    raise SystemExit(bool(stale) and args.check)
+    """Write the pages."""
+    PlainParser(__doc__).parse_args(argv)
+    for path, text in out_of_date().items():
+        path.write_text(text)
+        print(f"written: {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from common.launcher.worker import stacks
+from common.launcher.worker import cpu_time, stacks
 
 PERIOD_S = 0.5
 TREE = Path(__file__).parent
@@ -41,24 +41,15 @@ def state() -> dict:
     for ident, frames in stacks().items():
         stack = [(frame.f_code.co_filename, line) for frame, line in frames]
         lines = [(file, line) for file, line in stack if line and file.startswith(str(TREE))]
-        if lines:
-            threads[ident] = computed_s(ident), lines
+        with contextlib.suppress(OSError):  # it has just ended
+            if lines:  # where the system does not tell a thread's time (macOS), that of all
+                threads[ident] = (cpu_time(ident) or time.process_time_ns()) / 1e9, lines
     rank, role = None, "rank0"
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and "role_name" in lesson:
         rank = int(os.environ["RANK"])
         role = lesson["role_name"](rank, int(os.environ["WORLD_SIZE"]))
     return {"rank": rank, "role": role, "pid": os.getpid(), "time": time.monotonic(),
             "threads": threads}
-
-
-def computed_s(ident: int) -> float:
-    """Return for how long a thread has computed; on macOS, which does not say, its process."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return time.process_time()
-    try:
-        return time.clock_gettime(time.pthread_getcpuclockid(ident))
-    except OSError:  # it has just ended
-        return 0.0
 
 
 def start() -> None:

@@ -20,7 +20,7 @@ but the next tokens. So one RPC brings these, too, and does all of it:
 
 It ends with: loss 2.30 -> 1.20 (...) | validation perplexity 3.33 | ..., 5 RPC round trips a step
 
-It makes 1.12 times the steps/s of main.py (`python -m benchmarks.rpc_rnn`), and 1.20 times between
+It makes 1.06 times the steps/s of main.py (`python -m benchmarks.rpc_rnn`), and 1.20 times between
 machines that are 10 ms apart (`python -m benchmarks.latency`). It costs a second way for gradients,
 and one trainer is all there can be: the tables step as soon as its gradient has come.
 

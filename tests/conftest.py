@@ -56,7 +56,6 @@ SOME = {
     "test_rarer_end_of_a_rank": r"(rpc_rl|p2p_collectives)",
     "test_frozen_for_a_while": r".*(rpc_rl|p2p_collectives)",
     "test_spawn": r"p2p_collectives\.main",
-    "test_spawn_to_the_end": NEVER,
     "test_no_standstill": r"(rpc_rl|ddp_rpc_hybrid)",
     "test_fault_in_the_other_ways_in": r"torchrun-.*-(SIGKILL-1|SIGSTOP-0|exception-1)|manual-rpc_rl.*-(SIGKILL-1|SIGSTOP-0)|"
                                        r"manual-p2p.*-exception-1",

@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -96,11 +95,6 @@ def _environment(cold, environ):
     return {name: value for name, value in environ.items() if not (cold and name == "RPC_TRANSPORTS")}
 
 
-def end(process, within_s=SOON_S):
-    """Wait for a process that should end by itself; its remaining stdout and stderr."""
-    return process.communicate(timeout=within_s)
-
-
 def children(pid):
     """Process ids of the children of a process, oldest first; the launcher starts them in a thread."""
     found = []
@@ -160,11 +154,6 @@ def nothing_left(process, folder, *beside):
     while alive := processes(lambda process: process.cwd() == str(folder)):  # beside a rank of torchrun, in its session
         assert time.monotonic() < deadline, f"still running: {alive}"
         time.sleep(0.05)
-
-
-def png_size(path):
-    """Width and height of a picture, in pixels."""
-    return struct.unpack(">II", path.read_bytes()[16:24])
 
 
 def listening(pids):

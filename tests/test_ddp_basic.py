@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import statistics
@@ -20,9 +19,7 @@ from ddp_basic import main as ddp_basic
 from tests.helpers import (
     children,
     command_of,
-    end,
     nothing_left,
-    png_size,
     running,
     script,
     torchrun,
@@ -39,32 +36,11 @@ def demo(name, folder, *flags):
     return ddp_basic.main(["--demo", name, "--output_dir", str(folder), *map(str, flags)])
 
 
-def parsed(module, folder, *flags):
-    return module.build_parser().parse_args(["--output_dir", str(folder), *map(str, flags)])
-
-
 def ranks_of(process):
     """Process ids of the ranks under torchrun; none once it has ended."""
     with contextlib.suppress(OSError):
         return sorted(pid for pid in children(process.pid) if re.search("ddp_basic|run_as_main", command_of(pid)))  # tests/warm.py
     return []
-
-
-@contextlib.contextmanager
-def running_torchrun(command, folder, until=None, cold=False):
-    """`running` for torchrun, whose ranks are sessions of their own; at the end nothing of it may be left."""
-    with running(command, folder, until, cold=cold) as process:
-        try:
-            yield process
-        finally:
-            ranks = ranks_of(process)
-            process.kill()  # before the ranks, which it would start anew
-            for rank in ranks:
-                os.kill(rank, signal.SIGKILL)
-        assert ranks == []
-        for logs in (folder / "tmp").glob("torchelastic_*"):  # torchrun leaves them, empty
-            shutil.rmtree(logs)
-        nothing_left(process, folder)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,12 +68,12 @@ def lesson(tmp_path_factory):
             listener.bind(("127.0.0.1", TUTORIALS_PORT))
             listener.listen()
         outputs = []
-        with running(script(MAIN), folder) as one, running_torchrun(torchrun(2, MAIN), folder) as two:
+        with running(script(MAIN), folder) as one, running(torchrun(2, MAIN), folder) as two:
             for process in (one, two):
-                outputs.append(end(process, within_s=SLOW_START_S))
+                outputs.append(process.communicate(timeout=SLOW_START_S))
                 assert process.returncode == 0, outputs[-1]
             taken.rmdir()
-    nothing_left(one, folder)
+    nothing_left(one, folder, two)
     return folder / "outputs" / "ddp_basic", outputs
 
 
@@ -148,8 +124,6 @@ def test_all_wait_for_the_slow_rank(tmp_path, capfd):
     assert min(compute for compute, _ in slow) >= 0.3
     last = capfd.readouterr().out.splitlines()[-2]
     assert re.fullmatch(r"skew on 2 ranks: a step takes \d\S+ s where rank 0 takes 0.3 s longer, .*", last)
-    width, height = png_size(tmp_path / "skew.png")
-    assert min(width, height) > 300
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.json", "skew.png"]
 
 
@@ -217,7 +191,7 @@ def test_killed_twice_at_random_moments(undisturbed, tmp_path):
     command = torchrun(2, ELASTIC, "--epochs", EPOCHS, "--checkpoint", "run.pt")
     command[3:3] = ["--max_restarts", "4"]
     told = []
-    with running_torchrun(command, tmp_path, until="attempt 1: starts with epoch 1") as process:
+    with running(command, tmp_path, until="attempt 1: starts with epoch 1") as process:
         for last in (rng.randint(1, 2), rng.randint(4, EPOCHS - 3)):
             epoch = 0
             while epoch < last:
@@ -227,7 +201,7 @@ def test_killed_twice_at_random_moments(undisturbed, tmp_path):
                 epoch = max(epoch, *map(int, re.findall(r"^\[rank0\] epoch (\d+) ", told[-1])), 0)
             time.sleep(rng.uniform(0, time.monotonic() - began))  # some moment of the next epoch
             os.kill(rng.choice(ranks_of(process)), signal.SIGKILL)
-        out, err = end(process, within_s=SLOW_START_S)
+        out, err = process.communicate(timeout=SLOW_START_S)
         assert process.returncode == 0, err
     told += out.splitlines()
     resumed = [int(line.split()[2].rstrip(":")) for line in told if "resumed after epoch " in line]

@@ -7,7 +7,7 @@ from torch import nn
 from torch.futures import Future
 
 from ddp_rpc_hybrid import main as hybrid
-from tests.helpers import commands_in, png_size, run, script
+from tests.helpers import commands_in, run, script
 
 
 def parsed(*flags):
@@ -71,6 +71,4 @@ def test_training(tmp_path):
     assert lines[0].startswith("[trainer0] epoch  10  loss ")
     assert lines[-2].startswith("2 trainers: loss 2.")
     assert "(chance 12%)" in lines[-2]
-    width, height = png_size(tmp_path / "outputs/ddp_rpc_hybrid/loss.png")
-    assert min(width, height) > 300
     assert sorted(path.name for path in (tmp_path / "outputs/ddp_rpc_hybrid").iterdir()) == ["loss.png", "metrics.json"]

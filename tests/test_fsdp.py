@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ddp_basic import fsdp, fsdp_checkpoint, fsdp_memory
-from tests.helpers import png_size
 
 EPOCHS, DIES_IN = 3, 2  # the epoch in which a rank is killed
 ORIGINAL = fsdp.run_worker
@@ -59,8 +58,6 @@ def test_what_a_run_shows(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert err == ""  # a normal run prints no warning
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.json", "sharding.png"]
-    width, height = png_size(tmp_path / "sharding.png")
-    assert min(width, height) > 300
     assert metrics["parameters"] == 11 * 128 + 4 * 129 * 128 + 5 * 129
     assert re.fullmatch(r"68,\d{3} parameters on 4 ranks: a rank holds at most 1.09 MB \(replicas\), .*; "
                         r"it sends in a step .*", out.splitlines()[-2])

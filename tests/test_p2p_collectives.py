@@ -10,7 +10,7 @@ from p2p_collectives import ring_allreduce, train
 from p2p_collectives.data import batches, steps_of_epoch
 from p2p_collectives.ring_allreduce_results import fit, model_seconds
 from p2p_collectives.train import DataPartitioner
-from tests.helpers import commands_in, end, png_size, run, running, script
+from tests.helpers import commands_in, run, running, script
 
 README = "p2p_collectives/README.md"
 TRAIN = "p2p_collectives/train.py"
@@ -61,8 +61,6 @@ def test_measured_rows_and_picture(tmp_path, capfd):
                                    "--output_dir", str(tmp_path / "out")])
     assert capfd.readouterr().err == ""
     assert [row["bytes"] for row in metrics["rows"]] == [4096] * 4 + [800000] * 4
-    width, height = png_size(tmp_path / "out/bandwidth.png")
-    assert min(width, height) > 300
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bandwidth.png", "metrics.json"]
 
 
@@ -181,9 +179,9 @@ def test_resume_on_two_machines(free_port, tmp_path_factory):
     place = ["--world_size", 2, "--master_addr", "localhost", "--master_port", free_port]
     command = [TRAIN, "--epochs", 3, "--checkpoint", "run.pt", "--resume", *place, "--rank"]
     with running(script(*command, 0), machines[0]) as one, running(script(*command, 1), machines[1]) as other:
-        _, err = end(one, within_s=SLOW_START_S)
+        _, err = one.communicate(timeout=SLOW_START_S)
         assert (one.returncode, err) == (0, "")
-        assert end(other, within_s=SLOW_START_S) == ("", "")
+        assert other.communicate(timeout=SLOW_START_S) == ("", "")
     metrics = json.loads((machines[0] / "outputs/p2p_collectives/train/metrics.json").read_text())
     assert metrics["epochs"] == whole["epochs"]
     assert not (machines[1] / "run.pt").exists()
@@ -210,5 +208,5 @@ def test_two_terminals(tmp_path):
         result = run(script("p2p_collectives/init_methods.py", *place, "--rank", 0), tmp_path)
         assert result.returncode == 0, result.stderr
         assert result.stdout.splitlines()[-2] == "file: 2 ranks found each other once, and their sum is 3"
-        end(other, within_s=SLOW_START_S)
+        other.communicate(timeout=SLOW_START_S)
         assert other.returncode == 0

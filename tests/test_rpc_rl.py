@@ -18,10 +18,8 @@ from benchmarks import rpc_rl as benchmark
 from rpc_rl import main as rpc_rl
 from tests.helpers import (
     commands_in,
-    end,
     listening,
     nothing_left,
-    png_size,
     processes,
     running,
     script,
@@ -118,8 +116,8 @@ def side_by_side(tmp_path_factory):
             session = processes(lambda process: os.getsid(process.pid) == two.pid)  # launcher, fork server, ranks
             addresses |= {address for address, _ in listening(process.pid for process in session)}
             time.sleep(0.5)
-        out, err = end(two, within_s=60)
-        end(one, within_s=60)
+        out, err = two.communicate(timeout=60)
+        one.communicate(timeout=60)
         for process in (one, two):
             nothing_left(process, folder)
     reader.join()
@@ -150,6 +148,4 @@ def test_it_learns_and_what_it_leaves(side_by_side):
     assert lines[-2].startswith(f"CartPole-v1 solved in {metrics['episodes']} episodes: running reward 3")
     ran_on = {"example", "world_size", "device", "backend", "seed", "wall_s", "torch", "python", "cpu_count"}
     assert ran_on < set(metrics)
-    width, height = png_size(folder / "learning_curve.png")
-    assert min(width, height) > 300
     assert sorted(path.name for path in folder.iterdir()) == ["learning_curve.png", "metrics.json"]

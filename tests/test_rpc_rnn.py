@@ -10,7 +10,7 @@ import torch
 from rpc_rnn import main as rpc_rnn
 from rpc_rnn import prefetch, results, several_trainers
 from rpc_rnn.data import MarkovChain, columns, get_next_batch, load_language
-from tests.helpers import ROOT, png_size, run, script
+from tests.helpers import ROOT, run, script
 
 MAIN = "rpc_rnn/main.py"
 TEXT = ROOT / "README.ja.md"
@@ -128,8 +128,6 @@ def test_it_learns(tmp_path):
     assert of_epochs == [f"[trainer] epoch {epoch}" for epoch in (1, 2, 3)]
     assert lines[-2].startswith("loss 2.30 -> 1.")
     assert "(the source's entropy is 1.18)" in lines[-2]
-    width, height = png_size(tmp_path / "outputs/rpc_rnn/loss.png")
-    assert min(width, height) > 300
     assert sorted(path.name for path in (tmp_path / "outputs/rpc_rnn").iterdir()) == ["loss.png", "metrics.json"]
 
 

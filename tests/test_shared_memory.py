@@ -9,7 +9,6 @@ import torch
 from p2p_collectives import shared_memory
 from p2p_collectives.shared_memory import SharedMemory
 from p2p_collectives.shared_memory_results import require_right
-from tests.helpers import png_size
 
 
 def test_rows_and_picture(tmp_path, capfd):
@@ -22,8 +21,6 @@ def test_rows_and_picture(tmp_path, capfd):
     of_all_reduce = [row for row in metrics["rows"] if row["collective"] == "all_reduce"]
     assert [row["way"] for row in of_all_reduce] == ["gloo", "ring", "shared_memory", "shared_memory_copied"] * 2
     assert [row["vs_gloo"] for row in metrics["rows"] if row["way"] == "gloo"] == [1] * 6
-    width, height = png_size(tmp_path / "out/collectives.png")
-    assert min(width, height) > 300
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["collectives.png", "metrics.json"]
     assert set(Path("/dev/shm").iterdir()) <= memory
 

@@ -15,7 +15,7 @@ from model_parallel_resnet.single_machine import (
     PipelineParallelResNet50,
     ToyModel,
 )
-from tests.helpers import commands_in, png_size, run, script
+from tests.helpers import commands_in, run, script
 
 MAIN = "model_parallel_resnet/single_machine.py"
 README = "model_parallel_resnet/README.md"
@@ -116,9 +116,6 @@ def test_the_documented_command(tmp_path):
 
     folder = tmp_path / "outputs" / "model_parallel_resnet" / "single_machine"
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.json", *PICTURES]
-    for name in PICTURES:
-        width, height = png_size(folder / name)
-        assert (width, height) == (960, 540)
     metrics = json.loads((folder / "metrics.json").read_text())
     assert [row["split_size"] for row in metrics["rows"]] == [None, None, 1, 2, 3]
     assert metrics["loss_after"] < 0.9 * metrics["loss_before"]

@@ -28,18 +28,6 @@ def spans(*times, kind="forward"):
     return [{"kind": kind, "start": start, "end": end, "labels": {}} for start, end in times]
 
 
-def test_spans_of_any_thread():
-    timeline.start("worker1")
-    threads = [threading.Thread(target=timeline.add, args=("forward", 0, 1), kwargs={"micro_batch": number}) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    [(role, recorded)] = timeline.recorded().items()
-    assert role == "worker1"
-    assert sorted(span["labels"]["micro_batch"] for span in recorded) == list(range(8))
-
-
 def test_the_last_spans_are_kept():
     timeline.start("agent")
     for i in range(timeline.KEPT + 5):

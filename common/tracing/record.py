@@ -67,7 +67,7 @@ class Traced:
         roles = [program.role_name(rank, world_size) for rank in range(world_size)]
         title = f"{self.program.replace('.', '/')}.py, {world_size} ranks"
         messages.start(self.folder, rank, roles, title, report.machine(args))
-        wrap(spans_of(self.program), program)
+        wrap(getattr(results_of(self.program), "SPANS", {}), program)
         if args.rank is not None or os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
             gather_at_the_end(self.folder, rank)
         try:
@@ -121,11 +121,6 @@ def results_of(program: str) -> ModuleType:
         return sys.modules[module.finish.__module__]
     results = common.program.belonging_to(path, "results")
     return importlib.import_module(f"{program.partition('.')[0]}.{results}")
-
-
-def spans_of(program: str) -> dict[str, list[str]]:
-    """Return the `SPANS` of a program's results; they are empty if these have none."""
-    return getattr(results_of(program), "SPANS", {})
 
 
 def wrap(spans: dict[str, list[str]], program: ModuleType) -> None:
