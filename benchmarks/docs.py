@@ -52,7 +52,6 @@ IN_DOCSTRINGS = {
         "{ddp_fsdp rows.optimizer.sent_mb .1f} MB (optimizer), "
         "{ddp_fsdp rows.full.sent_mb .1f} MB (full)"],
     "ddp_rpc_hybrid/main.py": ["(chance 12%) | {ddp_rpc_hybrid steps_per_s .0f} steps/s"],
-    "ddp_rpc_hybrid/sharded_table.py": ["(chance 12%) | {hybrid_sharded steps_per_s .0f} steps/s"],
     "p2p_collectives/ring_allreduce.py": [
         "RingAllReduce takes {ring rows.4.67108864.RingAllReduce.median_s ms} ms, "
         "{ring rows.4.67108864.RingAllReduce.vs_all_reduce .2f} times as fast as all_reduce"],
@@ -71,7 +70,23 @@ IN_DOCSTRINGS = {
         ".0f} with two trainers, {param_server_4 samples_per_s .0f} in place of "
         "{param_server_4_lock samples_per_s .0f} with four", "(async): {param_server samples_per_s "
         ".0f} samples/s"],
+    "ddp_rpc_hybrid/sharded_table.py": [
+        "wins: {hybrid_tables tables.all_to_all.dense.100.steps_per_s .0f} steps/s per trainer "
+        "where main.py makes {hybrid_tables tables.server.dense.100.steps_per_s .0f} (",
+        "(chance 12%) | {hybrid_sharded steps_per_s .0f} steps/s"],
+    "ddp_rpc_hybrid/sharded_table_dtensor.py": [
+        "makes {hybrid_tables tables.dtensor.dense.100.steps_per_s .0f} steps/s where "
+        "sharded_table.py makes {hybrid_tables tables.all_to_all.dense.100.steps_per_s .0f} ("],
+    "model_parallel_resnet/early_backward.py": [
+        "took {pipeline_schedules rows.RPC_pipeline.4.median_s .2f} s, and "
+        "{pipeline_schedules rows.RPC_whole.4.median_s .2f} s in main.py's order"],
+    "model_parallel_resnet/schedules.py": [
+        "a batch in {pipeline_schedules rows.gpipe.4.median_s .2f} s with \"gpipe\" and "
+        "{pipeline_schedules rows.zero_bubble.4.median_s .2f} s with \"zero_bubble\", where "
+        "main.py takes {pipeline_schedules rows.RPC_whole.4.median_s .2f}\n"],
     "rpc_rl/fast.py": [
+        "It makes {rpc_rl_agents rows.fast.env_steps_per_s .0f} environment steps/s in place of "
+        "{rpc_rl_agents rows.plain.env_steps_per_s .0f} (",
         "solved in {rpc_rl_fast episodes .0f} episodes: running reward {rpc_rl_fast running_reward "
         ".1f} (threshold 475), {rpc_rl_fast env_steps .0f} environment"],
     "param_server/batch_update.py": [

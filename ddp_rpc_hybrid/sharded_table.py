@@ -17,6 +17,10 @@ the same way. Nobody is a master or a server, and nobody makes a call: all take 
 The server of main.py applies the trainers' steps of the table one by one, in any order; here the
 gradients of a step are added up and applied together, to the weights that all have looked up.
 
+What it wins: 132 steps/s per trainer where main.py makes 81 (100 rows, two trainers on 2 cores:
+`python -m benchmarks.ddp_rpc_hybrid_tables`), and a part of the table for each. What it costs: all
+trainers wait for the slowest in each step.
+
     python ddp_rpc_hybrid/sharded_table.py --world_size 2     N processes are N trainers
     python ddp_rpc_hybrid/sharded_table.py --check            the same numbers as one process?
     torchrun --nproc_per_node 2 ddp_rpc_hybrid/sharded_table.py
