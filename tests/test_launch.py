@@ -308,6 +308,14 @@ def test_several_failures_have_one_cause():
     assert (told.rank, told.kind) == (2, watch.NOTICED)
 
 
+def test_who_waits_has_not_failed():
+    """Neither by a time-out of gloo, which may have a limit of its own, nor by one in a lesson's words."""
+    waited = failure_of(0, RuntimeError("[unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete"), 8)
+    assert (waited.kind, waited.what) == (watch.WAITED, "has waited for 60 s")
+    late = TimeoutError("timed out: 1 of 2 ranks of this machine have not come to the barrier for 8 s")
+    assert (failure_of(0, late, 8).kind, failure_of(0, late, 8).what) == (watch.WAITED, str(late))
+
+
 def test_beats_are_measured_by_our_own_clock(monkeypatch):
     heard, now = watch.Heard(["rank/0"]), time.monotonic()
     assert heard.age("rank/0") < 0  # it may still be starting
