@@ -40,6 +40,7 @@ SHORT = {  # flags of a short run; every other program is short with its default
     "batch_rl.double_buffering": "--observers 1 --envs_per_observer 4 --num_episode 1",
     "ddp_basic.": "",
     "ddp_basic.elastic": "--epochs 2",
+    "ddp_basic.pitfalls": "--mended",
     "ddp_rpc_hybrid.": "--epochs 2",
     "model_parallel_resnet.": "--arch resnet18 --batch_size 8 --image_size 33 --num_batches 1",
     "model_parallel_resnet.single_machine": "--image_size 33 --num_repeat 2",

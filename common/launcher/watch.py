@@ -325,7 +325,8 @@ class Decider(Launcher):
             if moved is None or moved != self.moved[rank][0]:  # None: it starts
                 self.moved[rank] = moved, time.monotonic()
         limit = time.monotonic() - self.timeout - GRACE_S
-        moving = [rank for rank in running if self.moved[rank][1] > limit]
+        _, woken = self.away  # until then, after Ctrl-Z, nobody could move
+        moving = [rank for rank in running if max(self.moved[rank][1], woken) > limit]
         alone = bool(moving) and len(running) == 1  # it computes, and nobody waits for it
         alive = all(0 <= self.heard.age(f"rank/{rank}") < SUSPECT_S for rank in running)
         if self.noted or self.failures or not running or not alive or len(moving) > 1 or alone:
