@@ -41,8 +41,9 @@ def state() -> dict:
     for ident, frames in stacks().items():
         stack = [(frame.f_code.co_filename, line) for frame, line in frames]
         lines = [(file, line) for file, line in stack if line and file.startswith(str(TREE))]
-        with contextlib.suppress(OSError):  # it has just ended
-            if lines:  # where the system does not tell a thread's time (macOS), that of all
+        if lines:
+            with contextlib.suppress(OSError):  # it has just ended
+                # Where the system does not tell a thread's time (macOS), that of all.
                 threads[ident] = (cpu_time(ident) or time.process_time_ns()) / 1e9, lines
     rank, role = None, "rank0"
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and "role_name" in lesson:

@@ -135,7 +135,7 @@ class AsyncSGD(tutorial.SGD):
 
 
 class AsyncOptimizer(DistributedOptimizer):
-    """Makes its steps on the server with an `AsyncSGD`."""
+    """Makes its steps on the server with an `AsyncSGD`, whatever SGD it is given."""
 
     def __init__(self, sgd_class: type, params_rref: list[rpc.RRef], **defaults) -> None:
         super().__init__(AsyncSGD, params_rref, trainer=rpc.get_worker_info().id, **defaults)

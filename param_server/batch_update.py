@@ -74,8 +74,8 @@ class BatchUpdateParameterServer:
         self.lock = threading.Lock()
         self.future_model = Future()
         self.batch_update_size = args.world_size - 1
-        self.arrived = {}  # Tutorial: a count. Here the rank of each, and when it came,
-        self.waits = []  # for the report: of each batch, how long each trainer has waited
+        self.arrived = {}  # Tutorial: a count. Here of each trainer's rank, when it came
+        self.waits = []  # of each batch, the seconds that each trainer has waited: for the report
         self.optimizer = optim.SGD(self.model.parameters(), lr=args.lr, momentum=0.9)
         for p in self.model.parameters():
             p.grad = torch.zeros_like(p)
