@@ -8,6 +8,7 @@ there is a pause. No pytest here: the workers need not import it.
 """
 
 import ctypes
+import faulthandler
 import functools
 import importlib
 import os
@@ -57,6 +58,7 @@ def let_raise(what, moment):
             calls.append(1)
             if len(calls) == 3:
                 Path(moment).write_text(str(time.monotonic()))  # one clock for all processes
+                faulthandler.disable()  # writes piece by piece: where several runs share stderr, into each other's lines
                 FAULTS[fault]()
             return original(*args, **kwargs)
 

@@ -460,7 +460,7 @@ def ends(runs, capfd):
         assert run.seconds < run.row.within_s(run.timeout_s) + run.after_s, (run.fault, run.seconds)
         found = sum(bool(re.fullmatch(expected, text)) for text in lines)
         # A line of those who wait names all others, and so matches several patterns.
-        assert found == patterns.count(expected) or (run.row.of_who_waits and found), (expected, err)
+        assert found == patterns.count(expected) or (run.row.of_who_waits and found), f"{expected}\n{err}"
         assert not any(process.is_alive() for process in run.processes.values())
     assert len(lines) == len(runs), err
     # The cause's traceback, and no other.

@@ -83,6 +83,8 @@ def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_po
             assert run.returncode == 1
             if fault == "exception":
                 assert "ValueError: sabotage" in err
+            if fault in ("SIGSEGV", "SIGABRT") and rank_of_run == rank:
+                assert "Fatal Python error" in err
         for run in runs:
             nothing_left(run, tmp_path)
 
