@@ -1,6 +1,7 @@
 """Checkpoints: written whole or not at all, read with `weights_only=True`, of the same example."""
 
 import io
+import math
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from typing import NoReturn
@@ -39,7 +40,8 @@ def load(args: Namespace, needs: Collection[str] = ()) -> dict:
 
     Raises:
         SystemExit: 2 after one line, if the file is missing, truncated or not a checkpoint of this
-            example, or if something is not in it that the example `needs`.
+            example, if something is not in it that the example `needs`, or if a number in it is
+            infinite or not a number.
     """
     try:
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
@@ -53,6 +55,8 @@ def load(args: Namespace, needs: Collection[str] = ()) -> dict:
     if (not ours or not state.keys() >= {*needs} or not _counts(state)
             or not _plain(state.get("settings", {}))):
         reject(args, f"is not a whole checkpoint of {args.example}; give another file")
+    if not _finite(state):
+        reject(args, "has numbers that are not finite: its training diverged; give another file")
     return state
 
 
@@ -105,6 +109,17 @@ def _plain(settings: object) -> bool:
     """Return whether these can be the values of flags."""
     return isinstance(settings, dict) and all(
         value is None or isinstance(value, (bool, int, float, str)) for value in settings.values())
+
+
+def _finite(value: object) -> bool:
+    """Return whether there is no infinite number and no NaN, however deep in lists and dicts."""
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_finite, value))
+    if isinstance(value, torch.Tensor):
+        return bool(value.isfinite().all())
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _shapes(weights: object) -> dict | None:

@@ -27,14 +27,13 @@ gradient of weights that are too old.
 
 import contextlib
 import threading
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
 import torch.distributed.autograd as dist_autograd
-from common import checkpoint, report
+from common import checkpoint
 from common.cli import Parser, bounded
 from common.data import add_data_flags, load_data
 from common.program import run_program
@@ -46,7 +45,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from param_server.data import count_batches, get_next_batch, require_inputs
-from param_server.results import finish, log_epoch
+from param_server.results import History, finish
 
 SERVER_NAME = "parameter_server"
 TRAINER_NAME = "trainer{}"  # Tutorial: "trainer_1", ...
@@ -224,27 +223,21 @@ def run_training_loop(
     server = net.param_server_rref
     first_epoch = remote_method("get_first_epoch", server)
     remote_method("all_gather", server, rank, None)  # all begin together
-    started, steps = time.time(), []
-    role, n_batches = role_name(rank, args.world_size), count_batches(train_set, rank, args)
-    with report.progress(args.epochs * n_batches, "step", first_epoch * n_batches,
-                         show=rank == 1, role=role) as bar:
-        for epoch in range(first_epoch, args.epochs):
-            steps.append([])  # of this epoch
-            for data, target in get_next_batch(train_set, rank, epoch, args):
-                with net.turn(), dist_autograd.context() as cid:
-                    model_output = net(data)
-                    loss = F.nll_loss(model_output, target)
-                    dist_autograd.backward(cid, [loss])
-                    opt.step(cid)  # of this trainer's gradients alone: they are in its context
-                loss = report.require_finite(loss, f"in epoch {epoch + 1}")
-                steps[-1].append({"loss": loss, "samples": len(target), "time": time.time()})
-                bar.update()
-            log_epoch(role, epoch, steps[-1])
-            if rank == 1:  # the others may be a few batches elsewhere
-                remote_method("save", server, epoch + 1)
+    history = History(rank, role_name(rank, args.world_size), first_epoch,
+                      count_batches(train_set, rank, args), args)
+    for epoch in range(first_epoch, args.epochs):
+        for data, target in get_next_batch(train_set, rank, epoch, args):
+            with net.turn(), dist_autograd.context() as cid:
+                model_output = net(data)
+                loss = F.nll_loss(model_output, target)
+                dist_autograd.backward(cid, [loss])
+                opt.step(cid)  # of this trainer's gradients alone: they are in its context
+            history.add(loss, len(target))
+        history.end_epoch()
+        if rank == 1:  # the others may be a few batches elsewhere
+            remote_method("save", server, epoch + 1)
     # Tutorial: all take the accuracy, while others step. Waiting for them may last: no timeout.
-    mine = {"rank": rank, "started": started, "steps": steps}
-    per_trainer = server.rpc_sync(timeout=0).all_gather(rank, mine)
+    per_trainer = server.rpc_sync(timeout=0).all_gather(rank, history.of_trainer())
     if rank != 1:
         return None
     return {"test_accuracy": get_accuracy(test_set, net), "per_trainer": per_trainer}

@@ -1,6 +1,7 @@
 """What the parameter servers of 6_6 report: the metrics, the pictures, the line of numbers."""
 
 import collections
+import time
 from argparse import Namespace
 
 import torch
@@ -33,10 +34,44 @@ SPANS = {
 }
 
 
-def log_epoch(role: str, epoch: int, steps: list[dict]) -> None:
-    """Print the mean loss of a trainer's steps in an epoch."""
-    mean_loss = sum(step["loss"] for step in steps) / len(steps)
-    report.log(role, f"epoch {epoch + 1}  loss {mean_loss:.3f}")
+class History:
+    """Keeps what a trainer reports: the moment at which it started, and its steps.
+
+    Args:
+        rank: of the trainer.
+        role: its name, for the printed lines.
+        first_epoch: how many epochs the checkpoint has behind it.
+        n_batches: of an epoch.
+        args: the parsed flags.
+    """
+
+    def __init__(self, rank: int, role: str, first_epoch: int, n_batches: int, args: Namespace
+                 ) -> None:
+        self.rank, self.role, self.first_epoch = rank, role, first_epoch
+        self.started, self.steps = time.time(), [[]]
+        self.bar = report.progress(args.epochs * n_batches, "step", first_epoch * n_batches,
+                                   show=rank == 1, role=role)
+
+    def add(self, loss: torch.Tensor, n_samples: int) -> None:
+        """Add a step that has just ended, with the mean loss of its images.
+
+        Raises:
+            NotFiniteError: if the loss is not a number any more.
+        """
+        loss = report.require_finite(loss, f"in epoch {self.first_epoch + len(self.steps)}")
+        self.steps[-1].append({"loss": loss, "samples": n_samples, "time": time.time()})
+        self.bar.update()
+
+    def end_epoch(self) -> None:
+        """Print the mean loss of the epoch's steps."""
+        mean_loss = sum(step["loss"] for step in self.steps[-1]) / len(self.steps[-1])
+        epoch = self.first_epoch + len(self.steps)
+        report.log(self.role, f"epoch {epoch}  loss {mean_loss:.3f}")
+        self.steps.append([])
+
+    def of_trainer(self) -> dict:
+        """Return `rank`, `started` and, of each epoch, the `steps`: loss, samples, time."""
+        return {"rank": self.rank, "started": self.started, "steps": self.steps[:-1]}
 
 
 def summary(metrics: dict, args: Namespace) -> dict:

@@ -589,6 +589,8 @@ ANOTHER_MODEL = {"model": torch.nn.Linear(3, 3).state_dict()}
 NOT_ITS_CHECKPOINT = [  # a program, what is changed in a checkpoint of its own, and what the line says
     *((name, change, "--checkpoint run.pt is not a whole checkpoint of ")
       for name in CHECKPOINTS for change in ("truncated", "text", {"example": "another"})),
+    *((name, {"more": more}, "--checkpoint run.pt has numbers that are not finite")
+      for name in CHECKPOINTS for more in ({"w": torch.tensor([0.5, float("nan")])}, [float("inf")])),
     *((name, ANOTHER_MODEL, "--checkpoint run.pt is of another model") for name in CHECKPOINTS if name != "rpc_rl.fast"),
     ("rpc_rl.fast", {"generators": {1: 0, 2: 0, 3: 0}}, "--world_size"),
     ("rpc_rnn.main", {"vocabulary": "abcdefghij"}, "--corpus"),

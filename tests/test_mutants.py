@@ -1,4 +1,4 @@
-"""A mistake in each program, and what `--check` says of it; `make mutants` tries all of them."""
+"""A mistake in each program, and who says so; `make mutants` tries all of them."""
 
 import importlib
 import pkgutil
@@ -17,16 +17,18 @@ def table_of(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_table(name):
-    """Enough of them, most of them for `--check`, and each still fits to its file."""
+    """Enough of them, most of a program's for `--check`, and each still fits to its file."""
     table = table_of(name)
     assert len({mutant.name for mutant in table}) == len(table) >= 6
-    assert sum(bool(mutant.check) for mutant in table) >= 0.8 * len(table)
+    assert sum(bool(mutant.check) for mutant in table) >= 0.8 * len(table) or name in ("guards", "resume")
     for mutant in table:
         assert bool(mutant.check) != bool(mutant.test), mutant.name
         assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, mutant.name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_check_sees_it(name):
-    mutant = next(mutant for mutant in table_of(name) if mutant.check)
+def test_it_is_seen(name):
+    """The first of each table, if there is one by `--check`."""
+    table = table_of(name)
+    mutant = next((mutant for mutant in table if mutant.check), table[0])
     assert mutant.caught(), mutant.name

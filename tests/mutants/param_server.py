@@ -72,13 +72,13 @@ MUTANTS = [
     mutant("nobody waits for a turn", MAIN, "        self.turn.acquire()\n", "        self.turn.acquire(blocking=False)\n",
            check="turns|error"),
     mutant("the turn is over before the step", MAIN,
-           "                    opt.step(cid)  #",
-           "                    remote_method('release', server)\n                    opt.step(cid)\n"
-           "                    remote_method('acquire', server)  #", check="turns|error"),
+           "                opt.step(cid)  #",
+           "                remote_method('release', server)\n                opt.step(cid)\n"
+           "                remote_method('acquire', server)  #", check="turns|error"),
     mutant("the accuracy is taken while others train", MAIN,
-           "    per_trainer = server.rpc_sync(timeout=0).all_gather(rank, mine)\n",
+           "    per_trainer = server.rpc_sync(timeout=0).all_gather(rank, history.of_trainer())\n",
            "    accuracy = get_accuracy(test_set, net) if rank == 1 else None\n"
-           "    per_trainer = server.rpc_sync(timeout=0).all_gather(rank, mine)\n"
+           "    per_trainer = server.rpc_sync(timeout=0).all_gather(rank, history.of_trainer())\n"
            "    if rank == 1:\n        return {'test_accuracy': accuracy, 'per_trainer': per_trainer}\n",
            check="test|weights|dropout|updates|error: .*RuntimeError", flags=["--world_size", 4]),
     mutant("another learning rate", MAIN, "SGD, param_rrefs, lr=args.lr)", "SGD, param_rrefs, lr=args.lr / 2)", check="weights"),
@@ -88,8 +88,12 @@ MUTANTS = [
            "for epoch in range(first_epoch, args.epochs):", "for epoch in range(first_epoch + 1, args.epochs):",
            check="training images"),
     mutant("throughput with the warm-up", MAIN,
-           '    remote_method("all_gather", server, rank, None)  # all begin together\n    started, steps = time.time(), []\n',
-           '    started, steps = time.time(), []\n    remote_method("all_gather", server, rank, None)\n', check="moments"),
+           '    remote_method("all_gather", server, rank, None)  # all begin together\n'
+           "    history = History(rank, role_name(rank, args.world_size), first_epoch,\n"
+           "                      count_batches(train_set, rank, args), args)\n",
+           "    history = History(rank, role_name(rank, args.world_size), first_epoch,\n"
+           "                      count_batches(train_set, rank, args), args)\n"
+           '    remote_method("all_gather", server, rank, None)\n', check="moments"),
     mutant("the loss of the last step only", "param_server/results.py",
            '{"loss": sum(map(sum, same)) / sum(map(len, same))}', '{"loss": same[0][-1]}', check="mean losses"),
     mutant("the seed is ignored", MAIN, "        torch.manual_seed(args.seed)\n", "", check="weights read"),

@@ -1,0 +1,72 @@
+"""Refusals, time-outs and blame left out, of the whole repository: a test of each must fail."""
+
+from tests.mutants import Mutant
+
+FLAGS, FAULTS = "tests/test_flags.py", "tests/test_faults.py"
+CHECKPOINT, LIMITS, WATCH = "common/checkpoint.py", "common/limits.py", "common/launcher/watch.py"
+
+
+def accepted(name, file, condition, test=f"{FLAGS}::test_bad_input"):
+    """Accept what `condition`, of an `if` that refuses, is true of."""
+    return Mutant(name, file, f"if {condition}", "if False", test=test)
+
+
+MUTANTS = [
+    # What this machine cannot hold, or cannot write.
+    accepted("more bytes than the memory has", LIMITS, "n_bytes > memory_bytes()", f"{FLAGS}::test_more_than_the_memory"),
+    accepted("more processes than the memory holds", LIMITS, "number > most", f"{FLAGS}::test_known_bad_input"),
+    accepted("a pipe in place of a file", LIMITS, "not stat.S_ISREG(path.stat().st_mode)", f"{FLAGS}::test_known_bad_input"),
+    accepted("a name that leaves no room for the temporary one", LIMITS, "0 < longest < len(os.fsencode(path.name))",
+             f"{FLAGS}::test_known_bad_input"),
+    Mutant("open files do not limit the processes", LIMITS, "min(files, memory)", "memory",
+           test=f"{FLAGS}::test_open_files_limit_the_processes"),
+    # Flags that do not go together.
+    accepted("a threshold out of reach", "rpc_rl/results.py", "args.reward_threshold >= longest and"),
+    accepted("a batch that does not divide", "transformer_parallel/main.py",
+             "args.batch_size % (args.world_size * args.accumulate)"),
+    accepted("more trainers than images", "param_server/data.py",
+             "starts_rank(args, 1) and args.world_size - 1 > (n_samples := len(load_data(args)[0]))"),
+    accepted("a server and two trainers in a program for one", "rpc_rnn/main.py", "args.world_size != 2"),
+    accepted("an old store for a new run", "p2p_collectives/init_methods.py", "args.file.exists() and not manual"),
+    accepted("micro-batches of several shapes", "model_parallel_resnet/schedules.py", "args.batch_size % num_split"),
+    accepted("a part of the table without rows", "ddp_rpc_hybrid/data.py",
+             "dtensor and rows <= (ranks - 1) * -(-rows // ranks)"),
+    # Checkpoints that are not those of this training.
+    accepted("flags of another training", CHECKPOINT, "name in args.settings and args.settings[name] != value",
+             f"{FLAGS}::test_a_training_goes_on_with_its_flags"),
+    accepted("weights of another model", CHECKPOINT,
+             'state and make_model and _shapes(state.get("model")) != _shapes(make_model().state_dict())',
+             f"{FLAGS}::test_not_its_checkpoint"),
+    accepted("weights that are no numbers", CHECKPOINT, "not _finite(state)", f"{FLAGS}::test_not_its_checkpoint"),
+    Mutant("a checkpoint of another example", CHECKPOINT, 'and state.get("example") == args.example', "",
+           test=f"{FLAGS}::test_not_its_checkpoint"),
+    Mutant("a counter that counts nothing", CHECKPOINT, "or not _counts(state)", "",
+           test="tests/test_checkpoints.py::test_a_counter_that_counts_nothing"),
+    Mutant("a file that is not resumed is not looked at, and lost", CHECKPOINT,
+           "load(args, needs) if args.resume or args.checkpoint.exists() else None",
+           "load(args, needs) if args.resume else None", test=f"{FLAGS}::test_not_its_checkpoint"),
+    Mutant("half a file has the name of a whole one", "common/report.py",
+           'path.with_name(f".{path.name}.{os.getpid()}.tmp")', "path",
+           test="tests/test_checkpoints.py::test_half_a_file_is_removed"),
+    # A training that goes on with what is no number.
+    accepted("an infinite loss", "common/report.py", "not math.isfinite(loss)", "tests/test_reports.py::test_a_training_that_diverges"),
+    # Who is to blame, and when.
+    Mutant("who is silent is never blamed", WATCH, "[silent(rank, age)] if age > seconds and not done else []", "[]",
+           test=f"{FAULTS}::test_fault_of_a_rank[rpc_rl.main-SIGSTOP]"),
+    Mutant("a silence that was long ago is blamed", WATCH, "and now - end < self.timeout]", "]",
+           test=f"{FAULTS}::test_frozen_for_a_while"),
+    Mutant("who has noticed an end is blamed for it", WATCH, "if blamed.kind <= SILENCE:", "if True:",
+           test=f"{FAULTS}::test_fault_of_a_rank[rpc_rl.main-SIGKILL]"),
+    Mutant("status 0 is a good end", WATCH, 'if not status.get("left") and not status.get("failure"):',
+           'if getattr(process, "exitcode", None) and not status.get("left") and not status.get("failure"):',
+           test=f"{FAULTS}::test_end_of_a_rank[rpc_rl.main]"),
+    Mutant("a note of a standstill each time", WATCH, "        self.noted = True\n", "", test=f"{FAULTS}::test_standstill"),
+    Mutant("no note of a standstill", WATCH, "        if self.noted or", "        if True or", test=f"{FAULTS}::test_standstill"),
+    Mutant("slow steps are a standstill", WATCH, "limit = time.monotonic() - self.timeout - GRACE_S",
+           "limit = time.monotonic() - 1", test=f"{FAULTS}::test_no_standstill"),
+    Mutant("a rank that does not come is waited for", WATCH, "[late] if time.monotonic() > self.join_by else []", "[]",
+           test="tests/test_launch.py::test_a_rank_that_does_not_come"),
+    Mutant("what a stranger writes ends the launcher", "common/launcher/channel.py",
+           "with contextlib.suppress(ValueError, RecursionError):  #", "if True:  #",
+           test="tests/test_faults_of_commands.py::test_strangers"),
+]

@@ -1,0 +1,49 @@
+"""What a resumed training takes over, left out: of the programs that save to a file (fsdp and elastic have their own)."""
+
+from tests.mutants import Mutant
+
+KILLED = "tests/test_checkpoints.py::test_killed_at_a_random_moment"
+CHECKPOINT, SERVER, SAVING = "common/checkpoint.py", "param_server/main.py", "rpc_rnn/saving.py"
+FAST, HISTORY, TRAIN = "rpc_rl/fast.py", "rpc_rl/results.py", "p2p_collectives/train.py"
+
+
+def killed(name, file, old, new, lesson):
+    """A training that was killed and resumed must end as one that was not, to the last bit."""
+    return Mutant(name, file, old, new, test=f"{KILLED}[{lesson}]")
+
+
+MUTANTS = [
+    killed("the server begins with epoch 0", SERVER, '            self.first_epoch = state["epochs"]\n', "", "param_server.main"),
+    killed("the server draws its masks anew", SERVER, '            torch.set_rng_state(state["random_numbers"])\n', "",
+           "param_server.main"),
+    killed("an epoch less than there was is saved", SERVER, '"save", server, epoch + 1)', '"save", server, epoch)',
+           "param_server.main"),
+    killed("new optimizers for an old model", SAVING,
+           "        rpc.rpc_sync(local.owner(), _load_optimizer_state, args=(local, saved))\n", "        pass\n", "rpc_rnn.main"),
+    killed("the decoder begins anew", SAVING, ', ("decoder", model.decoder_rref)):', ",):", "rpc_rnn.main"),
+    killed("the LSTM begins anew", SAVING, '    _lstm(model).load_state_dict(parts["rnn"])\n', "", "rpc_rnn.main"),
+    killed("the optimizers' states in the wrong order", SAVING, 'reversed(opt.remote_optimizers), reversed(state["optimizers"])',
+           'opt.remote_optimizers, reversed(state["optimizers"])', "rpc_rnn.main"),
+    killed("the loss before the first step is that of the resumed model", SAVING,
+           'return state["epochs"], state["initial_val_loss"]', 'return state["epochs"], state["epochs"][-1]["val_loss"]',
+           "rpc_rnn.main"),
+    killed("the agent's Adam begins anew", FAST, '        self.optimizer.load_state_dict(state["optimizer"])\n', "", "rpc_rl.fast"),
+    killed("the draws of actions begin anew", FAST, '            generator.set_state(state["generators"][ob_id])\n',
+           "            pass\n", "rpc_rl.fast"),
+    killed("the running reward begins anew", HISTORY, "self.kept, self.agent.running_reward = kept, kept[\"running_reward\"]",
+           "self.kept = kept", "rpc_rl.fast"),
+    killed("episodes are counted anew", FAST, '            self.resume(state["history"])\n', "", "rpc_rl.fast"),
+    killed("the learning rate begins anew", TRAIN, "args.lr * (1 - epoch / args.epochs)",
+           "args.lr * (1 - (0 if args.resume else epoch) / args.epochs)", "p2p_collectives.train_ddp"),
+    killed("no rank but the first has the weights", TRAIN, "    dist.broadcast_object_list(state)\n    [state] = state\n",
+           "    [state] = state\n    if state is None:\n        return []\n", "p2p_collectives.train_ddp"),
+    Mutant("steps of before the checkpoint are in the speed", HISTORY, 'self.kept["env_steps"] - self.resumed_steps',
+           'self.kept["env_steps"]', test="tests/test_reports.py::test_rpc_rl"),
+    Mutant("samples of before the checkpoint are in the speed", TRAIN, '"samples": clock.laps *', '"samples": len(epochs) *',
+           check="samples|resumed"),
+    Mutant("the settings are not saved", CHECKPOINT, '"settings": args.settings, ', "",
+           test="tests/test_param_server.py::test_check_of_a_resumed_training"),
+    Mutant("the oracle's training goes on, the server's begins anew", SERVER,
+           '            self.model.load_state_dict(state["model"])\n', "",
+           test="tests/test_param_server.py::test_check_of_a_resumed_training"),
+]
