@@ -27,8 +27,8 @@ def test_the_table(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_seen(name):
-    """The first of each table, if there is one by `--check`."""
+def test_check_sees_it(name):
+    """Or a test, where the table has none for `--check`."""
     table = table_of(name)
     mutant = next((mutant for mutant in table if mutant.check), table[0])
     assert mutant.caught(), mutant.name

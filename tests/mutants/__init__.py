@@ -69,7 +69,7 @@ class Mutant:
         return None
 
     def _caught_by_test(self, tree, environ):
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", self.test]
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-m", "", "-p", "no:cacheprovider", self.test]
         status, output = _run(command, tree, environ)
         failed = [line for line in output.splitlines() if line.startswith(("FAILED", "E  "))]
         return f"{self.test}: {failed[0].strip()}" if status == 1 and failed else None

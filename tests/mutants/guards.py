@@ -21,7 +21,7 @@ MUTANTS = [
     Mutant("open files do not limit the processes", LIMITS, "min(files, memory)", "memory",
            test=f"{FLAGS}::test_open_files_limit_the_processes"),
     # Flags that do not go together.
-    accepted("a threshold out of reach", "rpc_rl/results.py", "args.reward_threshold >= longest and"),
+    accepted("a threshold out of reach", "rpc_rl/results.py", "args.reward_threshold >= longest and not args.check"),
     accepted("a batch that does not divide", "transformer_parallel/main.py",
              "args.batch_size % (args.world_size * args.accumulate)"),
     accepted("more trainers than images", "param_server/data.py",

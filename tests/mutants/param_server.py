@@ -17,14 +17,14 @@ MUTANTS = [
            "super().__init__(AsyncSGD, params_rref, trainer=rpc.get_worker_info().id, **defaults)",
            "super().__init__(torch.optim.SGD, params_rref, **defaults)", check="updates"),
     mutant("every step is made twice", MAIN,
-           "                    opt.step(cid)  #", "                    opt.step(cid)\n                    opt.step(cid)  #",
+           "                opt.step(cid)  #", "                opt.step(cid)\n                opt.step(cid)  #",
            check="updates"),
     mutant("the step of the smaller batch is forgotten", MAIN,
            "opt.step(cid)  #", "len(data) < args.batch_size or opt.step(cid)  #", check="updates"),
     mutant("the gradients of two backward passes in a context", MAIN,
-           "                    dist_autograd.backward(cid, [loss])\n",
-           "                    dist_autograd.backward(cid, [loss], retain_graph=True)\n"
-           "                    dist_autograd.backward(cid, [loss])\n", check="gradients"),
+           "                dist_autograd.backward(cid, [loss])\n",
+           "                dist_autograd.backward(cid, [loss], retain_graph=True)\n"
+           "                dist_autograd.backward(cid, [loss])\n", check="gradients"),
     mutant("the sum for the mean", MAIN,
            "loss = F.nll_loss(model_output, target)\n",
            "loss = F.nll_loss(model_output, target, reduction='sum')\n",
