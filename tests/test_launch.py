@@ -316,6 +316,13 @@ def test_who_waits_has_not_failed():
     assert (failure_of(0, late, 8).kind, failure_of(0, late, 8).what) == (watch.WAITED, str(late))
 
 
+def test_only_a_silence_of_late_is_blamed():
+    """Others may just have waited for it; not for one that ended before the last --timeout began."""
+    decider = watch.Decider(SimpleNamespace(keys=["rank/0", "rank/1"], values={}, texts={}), ["a", "b"], timeout=8)
+    decider.heard.gaps = {"rank/0": (6, time.monotonic() - 9), "rank/1": (6, time.monotonic() - 7)}
+    assert decider.were_silent() == [watch.Failure(1, "did not answer for 6 s", watch.SILENCE)]
+
+
 def test_beats_are_measured_by_our_own_clock(monkeypatch):
     heard, now = watch.Heard(["rank/0"]), time.monotonic()
     assert heard.age("rank/0") < 0  # it may still be starting
@@ -395,6 +402,15 @@ def test_a_launcher_leaves_a_slow_store(monkeypatch):
     board.take_leave(left=True)
     board.close()
     assert store.written[-1]["left"]
+
+
+@pytest.mark.parametrize("words", [b"[" * 60_000, b"{", b"\xff" * 16, b"7"])
+def test_what_a_stranger_writes_is_no_word_of_a_rank(words):
+    """Neither does it end the launcher, nor is it taken for a status."""
+    board = channel.Board(dist.HashStore(), ["rank/0"])
+    board.store.set("rank/0", words)
+    assert board.exchange()
+    assert watch.Launcher(board, 0, 8).status(0) == {}
 
 
 @pytest.mark.parametrize("own", [None, "launcher/1"])

@@ -15,7 +15,8 @@ MUTANTS = [
     # What this machine cannot hold, or cannot write.
     accepted("more bytes than the memory has", LIMITS, "n_bytes > memory_bytes()", f"{FLAGS}::test_more_than_the_memory"),
     accepted("more processes than the memory holds", LIMITS, "number > most", f"{FLAGS}::test_known_bad_input"),
-    accepted("a pipe in place of a file", LIMITS, "not stat.S_ISREG(path.stat().st_mode)", f"{FLAGS}::test_known_bad_input"),
+    Mutant("a pipe in place of a file", LIMITS, "not stat.S_ISREG(path.stat().st_mode)", "path.stat() is None",
+           test=f"{FLAGS}::test_known_bad_input"),
     accepted("a name that leaves no room for the temporary one", LIMITS, "0 < longest < len(os.fsencode(path.name))",
              f"{FLAGS}::test_known_bad_input"),
     Mutant("open files do not limit the processes", LIMITS, "min(files, memory)", "memory",
@@ -54,7 +55,7 @@ MUTANTS = [
     Mutant("who is silent is never blamed", WATCH, "[silent(rank, age)] if age > seconds and not done else []", "[]",
            test=f"{FAULTS}::test_fault_of_a_rank[rpc_rl.main-SIGSTOP]"),
     Mutant("a silence that was long ago is blamed", WATCH, "and now - end < self.timeout]", "]",
-           test=f"{FAULTS}::test_frozen_for_a_while"),
+           test="tests/test_launch.py::test_only_a_silence_of_late_is_blamed"),
     Mutant("who has noticed an end is blamed for it", WATCH, "if blamed.kind <= SILENCE:", "if True:",
            test=f"{FAULTS}::test_fault_of_a_rank[rpc_rl.main-SIGKILL]"),
     Mutant("status 0 is a good end", WATCH, 'if not status.get("left") and not status.get("failure"):',
@@ -68,5 +69,5 @@ MUTANTS = [
            test="tests/test_launch.py::test_a_rank_that_does_not_come"),
     Mutant("what a stranger writes ends the launcher", "common/launcher/channel.py",
            "with contextlib.suppress(ValueError, RecursionError):  #", "if True:  #",
-           test="tests/test_faults_of_commands.py::test_strangers"),
+           test="tests/test_launch.py::test_what_a_stranger_writes_is_no_word_of_a_rank"),
 ]
