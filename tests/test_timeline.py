@@ -259,7 +259,7 @@ PLACE = [["rpc_rl/main.py", 91, "Observer.run_episode"]]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A record of three processes: a call and its answer, a send, a barrier, an RRef, futures."""
+    """A record of three processes: a call and its answer, a send, a barrier, an RRef, futures, a context."""
     folder = tmp_path_factory.mktemp("replay")
     group = {"group": "world", "ranks": [0, 1, 2]}
 
@@ -279,6 +279,7 @@ def saved(tmp_path_factory):
         (5, "future", 3.1, 3.4, {}))
     run(1, (1, "call", 1.0, 1.4, {"to": 0, "name": "select_action", "how": "rpc_sync", "waits": True, "bytes": 305}),
         (2, "hold", 1.05, 1.45, {"rref": "0.0", "owner": 0}), barrier(4, 2.1),
+        (5, "context", 1.05, 1.45, {"context": "1.0"}),
         (3, "send", 1.6, 1.65, {"name": "send", "peer": 2, "tag": 0, "bytes": 4, "waits": True, **group}))
     run(2, (1, "recv", 1.5, 1.7, {"name": "recv", "peer": 1, "tag": 0, "bytes": 4, "waits": True, **group}),
         barrier(2, 2.2))
@@ -360,8 +361,8 @@ def test_steps(opened, saved):
         assert (replay.inner_text("#say"), replay.inner_text("#doing")) == forwards[number]
 
 
-def test_line_rrefs_and_futures(opened, saved):
-    """Beside each message: its line and cell; who owns and holds each RRef; the open futures."""
+def test_line_rrefs_futures_and_contexts(opened, saved):
+    """Beside each message: its line and cell; who owns and holds each RRef; the open futures and contexts."""
     replay = opened(saved / "replay.html")
     at_step(replay, 0)
     assert "rpc_rl/main.py:91 Observer.run_episode" in replay.inner_text("#facts")
@@ -373,6 +374,7 @@ def test_line_rrefs_and_futures(opened, saved):
         at_step(replay, step)
         rows = [row.split("\t") for row in replay.inner_text("#rrefs").splitlines()]
         assert rows == [["RRef", "owner", "holders", "made by"], ["0.0", "agent", holders, "rpc_rl/main.py:91"]]
+        assert replay.inner_text("#contexts") == ("1.0: observer1 (rpc_rl/main.py:91)" if "," in holders else "none")
     assert replay.inner_text("#futures") == "none"
     at_step(replay, 15)
     assert replay.inner_text("#futures").splitlines() == ["agent → observer2: run_episode",

@@ -7,6 +7,7 @@ from pathlib import Path
 from common.launcher.watch import Failure
 from common.tracing.messages import HALF
 
+STATES = "hold", "context"  # kinds of operations that send nothing and wait for nobody
 SOON = 1e-6  # seconds: a message arrives after it has left, whatever two clocks say
 
 
@@ -90,7 +91,7 @@ def _gave_up(ops: list[dict]) -> None:
     """Let what failed be open, if nothing came after it in its thread: it still waits."""
     last = {}
     for op in ops:
-        if op["kind"] not in ("failed", "hold"):
+        if op["kind"] not in ("failed", *STATES):
             last[op["rank"], op["thread"]] = op
     for op in last.values():
         waited = [op, ops[op["on"]]] if op.get("on") is not None else [op]

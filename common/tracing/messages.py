@@ -10,6 +10,7 @@ An operation begins and, perhaps, ends: a run that is killed leaves it open. Wha
     fetch       `RRef.to_here`
     hold        an RRef that this process has, until it drops it
     future      a `torch.futures.Future` that a lesson has made, until it is set
+    context     of distributed autograd, in the process that opened it, until it is left
     wait        for a future, for an `isend`, for the backward of distributed autograd
     send, recv  also `isend` and `irecv`, until their `wait`
     collective  with its group and its number there; also joining and leaving
@@ -125,6 +126,7 @@ def start(folder: Path, rank: int, roles: list[str], title: str, machine: dict) 
     timeline.start(roles[rank], lambda span: _recorder.write(("span", span)))
     _record_groups(rank, len(roles))
     _record_calls(rank)
+    _record_autograd()
     _record_rrefs()
     _record_futures()
 
@@ -357,6 +359,32 @@ def _record_calls(rank: int) -> None:
         return result
 
     internal._run_function = run
+
+
+# --- distributed autograd
+
+
+def _record_autograd() -> None:
+    opened = weakref.WeakKeyDictionary()
+
+    def enter(function):
+        def recorded(context):
+            number = function(context)  # the rank in 16 bits, then a count
+            name = f"{number >> 48}.{number & (2**48 - 1)}"
+            opened[context] = _recorder.begin("context", context=name)
+            return number
+
+        return recorded
+
+    def leave(function):
+        def recorded(context, *error):
+            function(context, *error)
+            _recorder.finish(opened.pop(context))
+
+        return recorded
+
+    _replace(autograd.context, "__enter__", enter)
+    _replace(autograd.context, "__exit__", leave)
     _replace(autograd, "backward", lambda function: lambda *args, **kwargs: _within(
         function, _recorder.begin("wait", name="dist_autograd.backward"), True, *args, **kwargs))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from common import picture, report
 from common.tracing import replay
 from common.tracing.cells import cell_of
+from common.tracing.merge import STATES
 from common.tracing.timeline import KINDS, OTHER, idle_share, within
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _trace_events(record: dict, begin: float, end: float) -> list[dict]:
             add(pid, row, span["kind"], span["start"], span["end"], "span",
                 args | _place(span.get("where", [])))
         ops = [{**op, "end": max(op["end"] or end, op["start"] + SHORTEST_S)}
-               for op in record["ops"] if op["rank"] == pid and op["kind"] != "hold"]
+               for op in record["ops"] if op["rank"] == pid and op["kind"] not in STATES]
         for op, row in zip(ops, _rows(ops), strict=True):
             args = {key: op[key] for key in ("bytes", "group", "number", "tag", "rref", "error")
                     if op.get(key) is not None}
