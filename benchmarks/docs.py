@@ -90,18 +90,18 @@ IN_DOCSTRINGS = {
         "solved in {rpc_rl_fast episodes .0f} episodes: running reward {rpc_rl_fast running_reward "
         ".1f} (threshold 475), {rpc_rl_fast env_steps .0f} environment"],
     "param_server/batch_update.py": [
-        ": {batch_update_tensors median_update_s .1f} s per update"],
+        ": {batch_update median_update_s .1f} s per update"],
     "param_server/bounded_server.py": [
         "{param_server_trainers rows.4.bounded_N-1.samples_per_s .0f} samples/s in place of "
         "{param_server_trainers rows.4.lock.samples_per_s .0f} with main.py",
         "makes {param_server_trainers rows.4.async.samples_per_s .0f} samples/s with gradients "
         "up to {param_server_trainers rows.4.async.staleness_max .0f} steps"],
     "param_server/flat_update.py": [
-        "wins: {batch_update peak_memory_gb .1f} GB in all processes together in place of "
-        "{batch_update_tensors peak_memory_gb .1f} GB",
-        "{batch_update median_update_s .1f} s per update in place of "
-        "{batch_update_tensors median_update_s .1f} s",
-        "trainers: {batch_update median_update_s .1f} s per update"],
+        "wins: {flat_update peak_memory_gb .1f} GB in all processes together in place of "
+        "{batch_update peak_memory_gb .1f} GB",
+        "{flat_update median_update_s .1f} s per update in place of "
+        "{batch_update median_update_s .1f} s",
+        "trainers: {flat_update median_update_s .1f} s per update"],
     "param_server/main.py": ["(lock): {param_server_lock samples_per_s .0f} samples/s"],
     "rpc_rnn/prefetch.py": [
         "makes {rpc_rnn_protocols prefetch_ratio .2f} times the steps/s of main.py",

@@ -21,8 +21,9 @@ HEADLINES = {  # name: (command, the keys that name the rows of its tables)
     "param_server_4": ("param_server/async_server.py --world_size 5", ()),
     "param_server_4_lock": ("param_server/main.py --world_size 5", ()),
     "param_server_trainers": ("-m benchmarks.param_server_trainers", ("trainers", "consistency")),
-    "batch_update": ("-m common.tracing param_server/flat_update.py", ()),
-    "batch_update_tensors": ("param_server/batch_update.py", ()),
+    "batch_update": ("param_server/batch_update.py", ()),
+    "batch_update_timeline": ("-m common.tracing param_server/batch_update.py", ()),
+    "flat_update": ("param_server/flat_update.py", ()),
     "ddp_rpc_hybrid": ("ddp_rpc_hybrid/main.py", ()),
     "ddp_rpc_hybrid_large": ("ddp_rpc_hybrid/main.py --num_embeddings 1000000 --epochs 20", ()),
     "ddp_rpc_hybrid_sparse": (

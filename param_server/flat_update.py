@@ -5,7 +5,7 @@ a place for the statistics behind them are views of another.
 
 What it wins: 5.0 GB in all processes together in place of 5.7 GB. The time is about the same,
 3.7 s per update in place of 3.4 s, in ranges that overlap (medians of the command below, on 2
-cores; docs/results/batch_update*.json). What it costs: the code of this file.
+cores; docs/results/*_update.json). What it costs: the code of this file.
 
     python param_server/flat_update.py                         one server, five trainers, ResNet50
     python param_server/flat_update.py --check                 every number, against one process

@@ -316,9 +316,27 @@ def test_who_waits_has_not_failed():
     assert (failure_of(0, late, 8).kind, failure_of(0, late, 8).what) == (watch.WAITED, str(late))
 
 
+def two_ranks(timeout):
+    return watch.Decider(SimpleNamespace(keys=["rank/0", "rank/1"], values={}, texts={}), ["a", "b"], timeout)
+
+
+def test_who_is_silent_is_blamed_and_not_who_waited():
+    """After --timeout for itself; as soon as somebody has waited in vain, after a few seconds."""
+    decider, now = two_ranks(timeout=8), time.monotonic()
+    decider.heard.at = {"rank/0": now, "rank/1": now - 5}
+    assert decider.verdict() is None
+    decider.failures["rank/0"], decider.since = watch.Failure(0, "has waited for 8 s", watch.WAITED), now
+    assert decider.verdict() is None  # perhaps somebody else has a cause to tell
+    decider.since = now - watch.GRACE_S
+    assert decider.verdict() == watch.Failure(1, "has not answered for 5 s", watch.SILENCE)
+    decider = two_ranks(timeout=8)
+    decider.heard.at["rank/1"] = now - 9
+    assert decider.verdict() == watch.Failure(1, "has not answered for 9 s", watch.SILENCE)
+
+
 def test_only_a_silence_of_late_is_blamed():
     """Others may just have waited for it; not for one that ended before the last --timeout began."""
-    decider = watch.Decider(SimpleNamespace(keys=["rank/0", "rank/1"], values={}, texts={}), ["a", "b"], timeout=8)
+    decider = two_ranks(timeout=8)
     decider.heard.gaps = {"rank/0": (6, time.monotonic() - 9), "rank/1": (6, time.monotonic() - 7)}
     assert decider.were_silent() == [watch.Failure(1, "did not answer for 6 s", watch.SILENCE)]
 
@@ -455,12 +473,11 @@ def test_the_end_of_a_rank_of_torchrun(module, registered, monkeypatch):
 def test_a_slow_start_is_no_standstill(monkeypatch, capfd):
     """A rank's first words are that it lives; what does not move yet has not stopped."""
     monkeypatch.setattr(watch, "GRACE_S", 0.0)
-    board = SimpleNamespace(keys=["rank/0", "rank/1"], values={}, texts={})
-    decider = watch.Decider(board, ["a", "b"], timeout=0.05)
+    decider = two_ranks(timeout=0.05)
 
     def hear(**status):
-        for key in board.keys:
-            board.values[key] = {"left": False, **status}
+        for key in decider.board.keys:
+            decider.board.values[key] = {"left": False, **status}
             decider.heard.note(key, str(status).encode())
         decider.note_standstill()
 

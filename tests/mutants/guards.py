@@ -3,6 +3,7 @@
 from tests.mutants import Mutant
 
 FLAGS, FAULTS = "tests/test_flags.py", "tests/test_faults.py"
+SILENT = "tests/test_launch.py::test_who_is_silent_is_blamed_and_not_who_waited"
 CHECKPOINT, LIMITS, WATCH = "common/checkpoint.py", "common/limits.py", "common/launcher/watch.py"
 
 
@@ -53,11 +54,11 @@ MUTANTS = [
     accepted("an infinite loss", "common/report.py", "not math.isfinite(loss)", "tests/test_reports.py::test_a_training_that_diverges"),
     # Who is to blame, and when.
     Mutant("who is silent is never blamed", WATCH, "[silent(rank, age)] if age > seconds and not done else []", "[]",
-           test=f"{FAULTS}::test_fault_of_a_rank[rpc_rl.main-SIGSTOP]"),
+           test=SILENT),
     Mutant("a silence that was long ago is blamed", WATCH, "and now - end < self.timeout]", "]",
            test="tests/test_launch.py::test_only_a_silence_of_late_is_blamed"),
     Mutant("who has noticed an end is blamed for it", WATCH, "if blamed.kind <= SILENCE:", "if True:",
-           test=f"{FAULTS}::test_fault_of_a_rank[rpc_rl.main-SIGKILL]"),
+           test=SILENT),
     Mutant("status 0 is a good end", WATCH, 'if not status.get("left") and not status.get("failure"):',
            'if getattr(process, "exitcode", None) and not status.get("left") and not status.get("failure"):',
            test=f"{FAULTS}::test_end_of_a_rank[rpc_rl.main]"),
