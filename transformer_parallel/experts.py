@@ -270,7 +270,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     args = build_parser().parse_args(argv)
     places = min(args.capacity_factor, args.experts)  # for each token, in all boxes
     copies = args.world_size if "replicas" in args.ways else 1
-    tutorial.require_room(args, copies, mlps=args.experts, places=places)
+    results.require_room(args, copies, mlps=args.experts, places=places)
     tutorial.require_equal_parts(args)
     if args.experts % args.world_size:
         refuse(f"--experts {args.experts} must be a multiple of {args.world_size} ranks: each has "

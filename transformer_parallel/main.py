@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from common import report
-from common.cli import Parser, bounded, refuse, require_memory
+from common.cli import Parser, bounded, refuse
 from common.program import role_name, run_program
 from common.session import device_of_group, group_options
 from torch import nn, optim
@@ -271,31 +271,6 @@ def build_parser() -> Parser:
     return parser
 
 
-def require_room(args: Namespace, copies: int, mlps: int = 1, places: float = 1,
-                 scores: float = 3) -> None:
-    """Refuse a model and a batch that do not fit into the memory of this machine.
-
-    Args:
-        args: the parsed flags.
-        copies: of the model, on all ranks together.
-        mlps: in each block.
-        places: for each token in these MLPs, also where they stay empty.
-        scores: how many times all ranks together have T x T of them, for each head of each block.
-
-    Raises:
-        SystemExit: 2 after one line.
-    """
-    shape = Shape()
-    # Attention has 4 units^2, an MLP 8: both with gradients and AdamW's two moments.
-    weights = (4 + 8 * mlps) * shape.units**2 * args.blocks
-    # A token needs 40 times its units in each block, of which 16 are kept for backward.
-    of_token = ((28 + 12 * max(1, places)) * shape.units
-                + scores * shape.heads * args.seq_len) * args.blocks
-    held = 4 * (4 * copies * weights + of_token * args.seq_len * args.batch_size)
-    flags = ("experts", "capacity_factor", "blocks", "batch_size", "seq_len")
-    require_memory(args, [flag for flag in flags if flag in args], held)
-
-
 def require_equal_parts(args: Namespace) -> None:
     """Refuse a batch that does not divide: the mean of means of unequal parts is not the mean.
 
@@ -311,7 +286,7 @@ def require_equal_parts(args: Namespace) -> None:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    require_room(args, copies=args.world_size)
+    results.require_room(args, copies=args.world_size)
     require_equal_parts(args)
     return run_program(run_worker, args, role_name, results.finish)
 

@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     args = build_parser().parse_args(argv)
     if args.world_size % args.row:
         refuse(f"--row {args.row} must divide the {args.world_size} ranks")
-    tutorial.require_room(
+    results.require_room(
         args, copies=args.world_size if "data" in args.ways else args.world_size // args.row)
     tutorial.require_equal_parts(args)
     in_a_row = {"data_tensor", "torch", "moved"} & {*args.ways}

@@ -266,7 +266,7 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    tutorial.require_room(args, copies=1)
+    results.require_room(args, copies=1)
     n, stages = args.world_size, args.world_size * (2 if "interleaved" in args.ways else 1)
     if args.batch_size % args.micro_batches:
         refuse(f"--batch_size {args.batch_size} must be a multiple of --micro_batches "

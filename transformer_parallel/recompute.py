@@ -194,7 +194,7 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    tutorial.require_room(args, copies=args.world_size)
+    results.require_room(args, copies=args.world_size)
     tutorial.require_equal_parts(args)
     return run_program(run_worker, args, role_name, results.finish)
 

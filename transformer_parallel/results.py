@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from common import report
+from common.cli import require_memory
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
@@ -37,6 +38,31 @@ def shown_first(spans_by_role: dict[str, list[dict]],
     if any(len(ends) < 2 for ends in steps):
         return None
     return {"": (max(ends[-2] for ends in steps), max(ends[-1] for ends in steps))}
+
+
+def require_room(args: Namespace, copies: int, mlps: int = 1, places: float = 1,
+                 scores: float = 3) -> None:
+    """Refuse a model and a batch that do not fit into the memory of this machine.
+
+    Args:
+        args: the parsed flags.
+        copies: of the model, on all ranks together.
+        mlps: in each block.
+        places: for each token in these MLPs, also where they stay empty.
+        scores: how many times all ranks together have T x T of them, for each head of each block.
+
+    Raises:
+        SystemExit: 2 after one line.
+    """
+    shape = Shape()
+    # Attention has 4 units^2, an MLP 8: both with gradients and AdamW's two moments.
+    weights = (4 + 8 * mlps) * shape.units**2 * args.blocks
+    # A token needs 40 times its units in each block, of which 16 are kept for backward.
+    of_token = ((28 + 12 * max(1, places)) * shape.units
+                + scores * shape.heads * args.seq_len) * args.blocks
+    held = 4 * (4 * copies * weights + of_token * args.seq_len * args.batch_size)
+    flags = ("experts", "capacity_factor", "blocks", "batch_size", "seq_len")
+    require_memory(args, [flag for flag in flags if flag in args], held)
 
 
 def mean_of_ranks(value: torch.Tensor) -> float:

@@ -309,7 +309,7 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    tutorial.require_room(args, copies=1)
+    results.require_room(args, copies=1)
     shape = Shape()
     for what, number in (("heads", shape.heads), ("characters", shape.vocabulary)):
         if number % args.world_size:

@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     sharded = {*args.ways} <= {"zero3", "fsdp"}
-    tutorial.require_room(args, copies=1 if sharded else args.world_size)
+    results.require_room(args, copies=1 if sharded else args.world_size)
     tutorial.require_equal_parts(args)
     return run_program(run_worker, args, role_name, results.finish)
 
