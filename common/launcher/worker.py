@@ -237,10 +237,10 @@ def remove_leftovers(pids: Sequence[int], args: Namespace) -> None:
 
     `report.replacing` puts the id of its process into the name.
     """
-    checkpoint = getattr(args, "checkpoint", None)
+    checkpoint, writers = getattr(args, "checkpoint", None), {str(pid) for pid in pids}
     for folder in {args.output_dir, args.output_dir if checkpoint is None else checkpoint.parent}:
-        for pid in pids:
-            for leftover in folder.glob(f".*.{pid}.tmp"):
+        for leftover in folder.glob(".*.*.tmp"):
+            if leftover.name.split(".")[-2] in writers:
                 leftover.unlink(missing_ok=True)
 
 
