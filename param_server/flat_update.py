@@ -3,8 +3,8 @@
 Nothing is packed for it: parameters and running statistics are views of one tensor, gradients and
 a place for the statistics behind them are views of another.
 
-What it wins: 5.0 GB in all processes together in place of 5.7 GB. The time is about the same,
-3.7 s per update in place of 3.4 s, in ranges that overlap (medians of the command below, on 2
+What it wins: 5.0 GB in all processes together in place of 5.8 GB. The time is about the same,
+3.6 s per update in place of 3.5 s, in ranges that overlap (medians of the command below, on 2
 cores; docs/results/*_update.json). What it costs: the code of this file.
 
     python param_server/flat_update.py                         one server, five trainers, ResNet50
@@ -12,7 +12,7 @@ cores; docs/results/*_update.json). What it costs: the code of this file.
     python -m common.tracing param_server/flat_update.py       a timeline of every process
 
 It ends with, about:
-    resnet50, 5 trainers: 3.7 s per update in the median, 945 MB each; loss 0.580 -> 0.179
+    resnet50, 5 trainers: 3.6 s per update in the median, 945 MB each; loss 0.580 -> 0.179
 """
 
 from argparse import Namespace
