@@ -142,8 +142,7 @@ def test_it_learns_and_what_it_leaves(side_by_side):
     folder, lines = side_by_side.folder / "out", side_by_side.out.splitlines()
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["solved"]
-    assert metrics["running_reward"] > 30
-    assert sum(metrics["rewards"][-5:]) > 2 * sum(metrics["rewards"][:5])
+    assert metrics["running_reward"] > 30  # of an agent that draws without learning, it is about 15
     assert any(line.startswith("[agent] episode 10  last reward ") for line in lines)
     assert lines[-2].startswith(f"CartPole-v1 solved in {metrics['episodes']} episodes: running reward 3")
     ran_on = {"example", "world_size", "device", "backend", "seed", "wall_s", "torch", "python", "cpu_count"}
