@@ -113,10 +113,10 @@ def tried(python):
         row["failed"] += failures
         row[kind] = f"{len(CHECKS) - len(failures)} of {len(CHECKS)}"
     for how, before in QUICK.items():
-        _, out, err, _ = run([*before, python, "-m", "pytest", "-m", "quick"])
+        _, out, err, _ = run([*before, python, "-m", "pytest", "-m", "quick", "-rfE"])
         row[how] = (out.strip() or err.strip()).splitlines()[-1].strip("= ")
         row["failed"] += [f"{how}: {line}" for line in out.splitlines()
-                          if line.startswith("FAILED")]
+                          if line.startswith(("FAILED", "ERROR"))]
     row["minutes"] = f"{(time.monotonic() - began) / 60:.0f}"
     return row
 
