@@ -5,6 +5,7 @@ The table of the programs and what disturbs them are in `benchmarks/soak.py`, wh
 
 import contextlib
 import random
+from argparse import Namespace
 
 import pytest
 import torch
@@ -74,6 +75,17 @@ def test_not_saved_is_said_in_words(tmp_path):
     with pytest.raises(checkpoint.NotSavedError) as error:
         checkpoint.save(Args, {"epochs": 1})
     assert str(error.value) == f"could not write {Args.checkpoint}: No such file or directory"
+
+
+def test_a_checkpoint_has_the_flags_of_its_training(tmp_path, capsys):
+    args = Namespace(example="lesson", settings={"lr": 0.1}, lr=0.1, checkpoint=tmp_path / "run.pt", checkpoint_rank=0,
+                     resume=True, rank=None)
+    checkpoint.save(args, {"epochs": 1})
+    assert checkpoint.inspect(args)["epochs"] == 1
+    args.settings, args.lr = {"lr": 0.2}, 0.2
+    with pytest.raises(SystemExit):
+        checkpoint.inspect(args)
+    assert capsys.readouterr().err.startswith("error: --lr 0.2 must be 0.1, as in --checkpoint ")
 
 
 @pytest.mark.parametrize(("lesson", "state"), [

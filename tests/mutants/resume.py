@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant("samples of before the checkpoint are in the speed", TRAIN, '"samples": clock.laps *', '"samples": len(epochs) *',
            check="samples|resumed"),
     Mutant("the settings are not saved", CHECKPOINT, '"settings": args.settings, ', "",
-           test="tests/test_param_server.py::test_check_of_a_resumed_training"),
+           test="tests/test_checkpoints.py::test_a_checkpoint_has_the_flags_of_its_training"),
     Mutant("the oracle's training goes on, the server's begins anew", SERVER,
            '            self.model.load_state_dict(state["model"])\n', "",
            test="tests/test_param_server.py::test_check_of_a_resumed_training"),
