@@ -255,6 +255,12 @@ def record_trainer(recorder: Recorder) -> None:
                                f"{net.training}, and has returned a {type(returned).__name__}")
         return returned
 
+    @recorder.around(lesson.DistributedOptimizer, "step")
+    def step(original, optimizer, context_id):
+        """Leave time for another trainer's forward: only the turn keeps it out."""
+        time.sleep(DECISION_S)
+        original(optimizer, context_id)
+
     @recorder.around(lesson, "run_training_loop")
     def run_training_loop(original, rank, train_set, test_set, args, *classes):
         args.epochs = rpc.rpc_sync(lesson.SERVER_NAME, last_epoch)
