@@ -56,7 +56,7 @@ def load(args: Namespace, needs: Collection[str] = ()) -> dict:
             or not _plain(state.get("settings", {}))):
         reject(args, f"is not a whole checkpoint of {args.example}; give another file")
     if not _finite(state):
-        reject(args, "has numbers that are not finite: its training diverged; give another file")
+        reject(args, "has numbers that are not finite; give another file")
     return state
 
 

@@ -70,7 +70,8 @@ class History:
         self.steps.append([])
 
     def of_trainer(self) -> dict:
-        """Return `rank`, `started` and, of each epoch, the `steps`: loss, samples, time."""
+        """End the bar; return `rank`, `started`, and of each epoch its `steps` (see `summary`)."""
+        self.bar.close()
         return {"rank": self.rank, "started": self.started, "steps": self.steps[:-1]}
 
 

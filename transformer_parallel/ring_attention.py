@@ -300,7 +300,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     # In `ring` a rank has four times the scores of a hop, of one block at a time, elsewhere fewer;
     # the oracle has all.
     results.require_room(args, args.world_size,
-                          scores=3 if args.check else 4 / args.world_size / args.blocks)
+                         scores=3 if args.check else 4 / args.world_size / args.blocks)
     if args.device == "cuda" and {*args.ways} == {"torch_ring"}:
         refuse("--ways torch_ring calls a kernel of CPUs; on GPUs, torch has context_parallel")
     pieces = args.world_size * max(WAYS[name].pieces for name in args.ways)
