@@ -21,6 +21,7 @@ import torch
 from common.launcher import launch
 from common.oracle import Comparison, verdict
 from common.recorder import Recorder
+from common.session import device_for
 from torch import nn
 
 from batch_rl import main as lesson
@@ -50,7 +51,9 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
         A dict for each episode, with what `record_agent` has of it.
     """
     torch.manual_seed(args.seed)
-    hidden, output = nn.Linear(4, 128), nn.Linear(128, 2)
+    # The draws of lists are of the agent's device, those of vector environments numpy's.
+    device = torch.device("cpu") if args.n_groups else device_for(args.device)
+    hidden, output = nn.Linear(4, 128).to(device), nn.Linear(128, 2).to(device)
     named = {"affine1.weight": hidden.weight, "affine1.bias": hidden.bias,
              "affine2.weight": output.weight, "affine2.bias": output.bias}
     adam = torch.optim.Adam(named.values(), lr=args.lr)
@@ -84,8 +87,8 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
             "batch": batch, "reward": ep_reward, "running_reward": running_reward,
             "returns": returns.split(steps), "log_probs": log_probs.detach().split(steps),
             "loss": loss.item(),
-            "gradients": {name: p.grad.clone() for name, p in named.items()},
-            "weights": {name: p.detach().clone() for name, p in named.items()},
+            "gradients": {name: p.grad.to("cpu", copy=True) for name, p in named.items()},
+            "weights": {name: p.detach().to("cpu", copy=True) for name, p in named.items()},
             **{f"observer{rank}": {what: [played[rank, k][what] for k in range(n_envs)]
                                    for what in ("states", "actions", "p_right")}
                for rank in ranks}})

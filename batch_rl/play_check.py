@@ -47,14 +47,17 @@ def one_by_one(envs: Envs, layers: tuple[nn.Linear, nn.Linear], args: argparse.N
     state = {(rank, k): env.reset(seed=seeds[rank] + k)[0] for (rank, k), env in envs.items()}
     for step in range(args.num_steps):
         x = hidden(torch.tensor([[state[rank, k].tolist() for k in range(n_envs)]
-                                 for rank in ranks]))
+                                 for rank in ranks], device=hidden.weight.device))
         if batch:
             x = nn.functional.dropout(x, 0.6)
         else:
-            x = x * torch.stack([run["masks"][rank - 1][step] for rank in ranks])
-            torch.bernoulli(torch.empty_like(x), 0.4)  # as many draws as the requests made
+            for of_request in x:  # makes as many draws
+                nn.functional.dropout(of_request, 0.6)
+            x = x * torch.stack([run["masks"][rank - 1][step] for rank in ranks]).to(x)
         p = torch.softmax(output(torch.relu(x)), dim=-1)
-        drawn = torch.multinomial(p.detach().reshape(-1, 2), 1).view(len(ranks), n_envs)
+        drawn = torch.cat([torch.multinomial(together.reshape(-1, 2), 1).view(-1, n_envs)
+                           for together in ([p.detach()] if batch else p.detach())])
+        p, drawn = p.cpu(), drawn.cpu()
         for (rank, k), env in envs.items():
             action = drawn[rank - 1, k].item()
             if not batch:

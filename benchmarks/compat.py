@@ -7,9 +7,9 @@
 
 In each: every program's `--check`, `pytest -m quick` (also rounded as on an older CPU, and on one
 core), and a short run of every program, which may print nothing on stderr. docs/compatibility.md
-has the table, docs/results/compatibility.json what it is made of. With `--gpu` every program that
-can use one: its `--check`, a short run there and on the CPU, and with nccl in one rank where it can
-be alone; docs/measurements/gpu.md has the table.
+has the table, docs/results/compatibility.json what it is made of. With `--gpu`: every program's
+`--check` and a short run there, also of one rank, with nccl, where it can be alone;
+docs/measurements/gpu.md has the table.
 """
 
 import contextlib
@@ -141,33 +141,38 @@ def page(rows):
     return "\n".join(lines + ["## What failed", "", *(failures or ["Nothing."]), ""])
 
 
-def gpu_page():
-    """Try the GPU of this machine; the text of docs/measurements/gpu.md."""
+def tried_on_gpu(program):
+    """All that is tried with the GPU for one program: its row of the table, and what failed."""
+    ways = [["--check", "--device", "cuda"], [*short(program), "--device", "cuda"]]
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        importlib.import_module(program).build_parser().parse_args(ONE_RANK.split())
+        ways.append([*short(program), *ONE_RANK.split()])
+    failures = [attempt(sys.executable, program, way)[1] for way in ways]
+    cells = ["passed" if not failure else "refused" if "status 2, " in failure else "failed"
+             for failure in failures]
+    return f"| `{program}` | {' | '.join([*cells, ''][:3])} |", [*filter(None, failures)]
+
+
+def gpu_page(tried):
+    """The text of docs/measurements/gpu.md."""
+    import joblib
     import torch
 
-    rows, failures = [], []
-    for program in CHECKS:
-        parser = importlib.import_module(program).build_parser()
-        cuda = ["--device", "cuda"]
-        ways = [["--check", *cuda], [*short(program), *cuda], [*short(program), "--device", "cpu"]]
-        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
-            parser.parse_args(ONE_RANK.split()[2:])
-            ways.append([*short(program), *ONE_RANK.split()])
-        if "--device" in parser.format_help():
-            done = [attempt(sys.executable, program, way) for way in ways]
-            failures += [failure for _, failure in done if failure]
-            cells = ["failed" if failure else f"{seconds:.1f} s" for seconds, failure in done]
-            rows.append(f"| `{program}` | {' | '.join([*cells, ''][:4])} |")
+    failures = [failure for _, of_program in tried for failure in of_program]
+    refused = [failure for failure in failures if "status 2, " in failure]
+    failed = [failure for failure in failures if failure not in refused]
     return "\n".join([
         "# On a GPU", "",
-        "`make gpu` (`benchmarks/compat.py`): the `--check` of every program that can use a GPU, a "
-        "short run on it and on the CPU (seconds of the whole command, most of",
-        "them the start), and a run of one rank with nccl. Where a program has several ranks, they "
-        "share the GPUs.", "",
-        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}.", "",
-        f"| program | `--check` | run | on the CPU | `{ONE_RANK}` |", f"|{'---|' * 5}", *rows, "",
-        "## What failed", "", *([f"- {what}" for what in failures] or ["Nothing."]), ""])
+        "`make gpu` (`benchmarks/compat.py`): the `--check` and a short run of every program with "
+        "`--device cuda`, whose ranks share the GPUs, and a run of one rank, with nccl.",
+        "What *passed* ended with status 0 and printed nothing on stderr.", "",
+        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {joblib.cpu_count()} "
+        f"cores, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{time.strftime('%Y-%m-%d')}.", "",
+        f"| program | `--check` | run | `{ONE_RANK}` |", f"|{'---|' * 4}",
+        *(row for row, _ in tried), "",
+        "## What failed", "", *([f"- {what}" for what in failed] or ["Nothing."]), "",
+        "## What a program refuses, in one line", "", *(f"- {what}" for what in refused), ""])
 
 
 def build_parser():
@@ -184,7 +189,7 @@ def main(argv=None):
     """Try the versions, and write the page."""
     args = build_parser().parse_args(argv)
     if args.gpu:
-        GPU_PAGE.write_text(gpu_page())
+        GPU_PAGE.write_text(gpu_page([tried_on_gpu(program) for program in CHECKS]))
         return
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     for version in args.versions or VERSIONS:

@@ -49,8 +49,10 @@ def group_options(args: Namespace, device: torch.device | str = "cpu") -> dict:
         args: the parsed flags; `--timeout` is the limit.
         device: where the tensors of the collectives live; see `backend_for`.
     """
-    return {"backend": backend_for(device), "init_method": os.environ["INIT_METHOD"],
-            "timeout": timedelta(seconds=args.timeout)}
+    backend = backend_for(device)
+    return {"backend": backend, "init_method": os.environ["INIT_METHOD"],
+            "timeout": timedelta(seconds=args.timeout),
+            "device_id": torch.device(device) if backend == "nccl" else None}  # of its barriers
 
 
 def wait_all(futures: Sequence[torch.futures.Future]) -> list:
