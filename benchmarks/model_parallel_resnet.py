@@ -29,8 +29,7 @@ WAYS = {"RPC pipeline": [FOLDER / "early_backward.py"],
         "RPC whole": [FOLDER / "main.py"],
         **{name: [FOLDER / "schedules.py", "--schedule", name] for name in schedules.SCHEDULES}}
 ALONE = "one process"
-PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "lr", "seed",
-             "device")
+PASSED_ON = ("batch_size", "image_size", "num_batches", "num_classes", "arch", "lr", "seed")
 
 
 def build_parser():
@@ -71,7 +70,8 @@ def run(command, args):
     """Run one way in processes of its own; `{num_split: median seconds}`."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [word for name in PASSED_ON for word in (f"--{name}", str(getattr(args, name)))]
-        flags += ["--output_dir", folder, "--num_splits", *map(str, args.num_splits)]
+        flags += ["--device", "cpu", "--output_dir", folder,
+                  "--num_splits", *map(str, args.num_splits)]
         one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # for each worker, on any machine
         subprocess.run([sys.executable, *command, *flags], check=True, stdout=subprocess.DEVNULL,
                        env=one_thread)

@@ -222,7 +222,7 @@ def compare(place: Path, program: Program, seed: int = 0) -> None:
 def flat(value: object, where: str = "") -> dict[str, tuple]:
     """Return all that is in nested containers, by its place; == then compares every bit."""
     if isinstance(value, torch.Tensor):
-        bits = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        bits = value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return {where: (value.dtype, value.shape, bits)}
     if isinstance(value, bytes):  # a file of torch.save in the file: optimizers of other ranks
         value = torch.load(io.BytesIO(value), weights_only=True)

@@ -163,14 +163,22 @@ class Seen:
         if isinstance(module, tutorial.Net) and module.training and torch.is_grad_enabled():
             self.step["images"] = fingerprints(inputs[0])
 
+    def will_step(self, optimizer: optim.Optimizer) -> None:
+        """Note the gradients: on a GPU, a step with momentum changes them."""
+        self.step["gradients"] = flat([p.grad for p in parameters_of(optimizer)])
+
     def stepped(self, optimizer: optim.Optimizer) -> None:
         """Add the step that an optimizer has just made."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         settings = optimizer.param_groups[0]
-        self.step |= {"gradients": flat([p.grad for p in parameters]), "weights": flat(parameters),
+        self.step |= {"weights": flat(parameters_of(optimizer)),
                       "settings": [settings[name] for name in ("lr", "momentum", "nesterov")]}
         self.steps[self.training].append(self.step)
         self.step = {}
+
+
+def parameters_of(optimizer: optim.Optimizer) -> list[nn.Parameter]:
+    """Return all parameters that it steps."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
@@ -182,7 +190,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     with Recorder() as recorder:
         recorder.put(tutorial, "load_data", load_float64)
         recorder.on_forward(after=seen.forward)
-        recorder.on_step(after=seen.stepped)
+        recorder.on_step(seen.will_step, seen.stepped)
 
         @recorder.around(tutorial, "run")
         def run_all(original, rank, size, args, *how):

@@ -274,6 +274,7 @@ def shortened(language: data.Language, args: Namespace) -> data.Language:
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the program `args.program`, recorded; the first trainer returns the findings."""
     torch.set_default_dtype(torch.float64)
+    torch.backends.cudnn.enabled = False  # its LSTM draws dropout from a sequence of its own
     program, seen, everyone = importlib.import_module(args.program), Seen(rank), []
     with Recorder() as recorder:
         recorder.on_forward(seen.before_forward, seen.after_forward)

@@ -120,8 +120,8 @@ PROGRAMS = [
             "rank0 rank1", {"rank1": "transformer_parallel.ring_attention:passed_on"}),
     Program("transformer_parallel.experts", "--ways experts --steps 100000 --world_size 2 --batch_size 4", "rank0 rank1",
             {"rank1": "transformer_parallel.experts:exchanged"}),
-    Program("transformer_parallel.mesh", "--ways data_tensor --steps 100000 --world_size 2 --row 1 --batch_size 4", "rank0 rank1",
-            {"rank1": "transformer_parallel.mesh:Grid.finish_gradients"}),
+    Program("transformer_parallel.mesh", "--ways torch --steps 100000 --batch_size 4", "rank0 rank1 rank2 rank3",
+            {"rank3": "transformer_parallel.mesh:TorchMesh.part"}),
     Program("transformer_parallel.recompute", "--ways recompute --steps 100000 --world_size 2 --batch_size 4", "rank0 rank1",
             {"rank1": "transformer_parallel.recompute:Recompute.through"}),
     Program("transformer_parallel.pipeline", "--ways 1f1b --steps 100000 --world_size 2", "rank0 rank1",
@@ -312,7 +312,9 @@ def test_end_of_a_group(lesson, fault, clean, tmp_path, capfd):
     [("ddp_rpc_hybrid.sharded_table", "trainer1", "lock"), ("ddp_basic.elastic", "rank1", "lock"),
      ("ddp_basic.fsdp", "rank1", "lock")],
     # Not the ring: its receives have no limit of their own.
-    [("p2p_collectives.main", "rank2", "lock"), ("p2p_collectives.shared_memory", "rank1", "lock")],
+    # The mesh: groups that torch makes by itself have the limit, too.
+    [("p2p_collectives.main", "rank2", "lock"), ("p2p_collectives.shared_memory", "rank1", "lock"),
+     ("transformer_parallel.mesh", "rank3", "lock")],
     [("p2p_collectives.train", "rank1", fault) for fault in ("lock", "loop", "lone barrier", "send without recv")],
 ], ids=lambda runs: runs[0][0])
 def test_only_waiting_tells(runs, clean, tmp_path, capfd):

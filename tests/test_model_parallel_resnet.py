@@ -216,7 +216,7 @@ def test_run_sees_a_plain_optimizer(capsys):
 
 def test_one_process_of_the_benchmark_is_the_same_training(tmp_path):
     """Its row is what all others are compared with: the same model, batch and steps."""
-    flags = [*BRIEF, "--output_dir", str(tmp_path)]
+    flags = [*BRIEF, "--device", "cpu", "--output_dir", str(tmp_path)]
     _, losses = benchmark.train_alone(rpc_pipeline.build_parser().parse_args(flags))
     ours = rpc_pipeline.main(flags)["losses"]  # with 1 and 4 splits in turns
     assert losses[0] == pytest.approx(ours[0], rel=1e-4)

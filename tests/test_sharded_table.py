@@ -24,7 +24,7 @@ def test_training(tmp_path):
     metrics = json.loads((folder / "metrics.json").read_text())
     assert sum(epoch["accuracy"] for epoch in metrics["epochs"][-10:]) / 10 > 3 / 8  # chance is 1/8
     assert metrics["epochs"][-1]["loss"] < 0.6 * metrics["epochs"][0]["loss"]
-    lines = result.stdout.splitlines()
+    lines = [line for line in result.stdout.splitlines() if " of 60" not in line]  # where it takes longer
     assert lines[0].startswith("[trainer0] epoch  10  loss 2.2")
     assert lines[-2].startswith("2 trainers, all_to_all: loss 2.5")
     assert lines[-2].endswith("kB a step, 3.2 kB of the table each")

@@ -11,6 +11,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import psutil
 import torch
 import torch.multiprocessing
 from common.launcher.network import interface_towards
-from torch.distributed import rpc
+from torch.distributed import distributed_c10d, rpc
 
 # An environment variable: what script the fork server should import.
 MAIN_PATH = "DISTRIBUTED_TUTORIALS_MAIN"
@@ -97,6 +98,16 @@ def reproducible(args: Namespace) -> None:
         # True by default: convolutions and LSTMs with 10 bits.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.deterministic = True
+
+
+def limit_groups(args: Namespace) -> None:
+    """Give `--timeout` to groups made without one: `new_group`'s, and those torch makes itself.
+
+    A DeviceMesh takes no time-out; where torch sees a GPU and the ranks are on the CPU, even that
+    of all ranks has a group of its own.
+    """
+    limit = timedelta(seconds=args.timeout)
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
 
 
 def users_threads() -> int | None:

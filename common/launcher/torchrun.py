@@ -40,6 +40,7 @@ def be_one_rank(run_worker: Callable, args: Namespace, names: list[str]) -> dict
     environment.wake_with_parent()
     environment.show_crashes()
     environment.reproducible(args)
+    environment.limit_groups(args)
     neighbours = range(me - local_rank, me - local_rank + local_world_size)
     address, listener, store = _meet(me, args, local_world_size == args.world_size)
     watcher = Watcher(me, args, names, neighbours, address, listener)
