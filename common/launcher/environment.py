@@ -27,7 +27,7 @@ ERROR = 2  # of TORCH_CPP_LOG_LEVEL
 
 
 def enter(rank: int, world_size: int, local_rank: int, local_world_size: int, init_method: str,
-          master_addr: str | None, together: bool, cores: int) -> None:
+          master_addr: str | None, together: bool, cores: int, timeout: float) -> None:
     """Bring this process into the state that every worker is in, whoever started it.
 
     Args:
@@ -37,6 +37,7 @@ def enter(rank: int, world_size: int, local_rank: int, local_world_size: int, in
         master_addr: the machine of rank 0, if there are several machines.
         together: whether one command has started all ranks.
         cores: how many this machine has for them (joblib's `cpu_count`: not all in a container).
+        timeout: seconds that any wait for another process may take.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "INIT_METHOD")
     values = (rank, world_size, local_rank, local_world_size, init_method)
@@ -58,6 +59,9 @@ def enter(rank: int, world_size: int, local_rank: int, local_world_size: int, in
     # Every process would take all cores otherwise: the largest single cost of RPC examples on small
     # machines.
     torch.set_num_threads(users_threads() or max(1, cores // local_world_size))
+    # Of groups made without a time-out: those of a DeviceMesh, which takes none, and new_group's.
+    distributed_c10d.default_pg_timeout = timedelta(seconds=timeout)
+    distributed_c10d.default_pg_nccl_timeout = timedelta(seconds=timeout)
     quiet()
     # RPC prints every exception where it was raised, also those that only follow from another one.
     # The launcher prints the one that counts, which has come back to the caller. (Without this
@@ -98,16 +102,6 @@ def reproducible(args: Namespace) -> None:
         # True by default: convolutions and LSTMs with 10 bits.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.deterministic = True
-
-
-def limit_groups(args: Namespace) -> None:
-    """Give `--timeout` to groups made without one: `new_group`'s, and those torch makes itself.
-
-    A DeviceMesh takes no time-out; where torch sees a GPU and the ranks are on the CPU, even that
-    of all ranks has a group of its own.
-    """
-    limit = timedelta(seconds=args.timeout)
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
 
 
 def users_threads() -> int | None:

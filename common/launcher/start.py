@@ -392,9 +392,9 @@ def run_rank(index: int, run_worker: Callable, args: Namespace, ranks: list[int]
     worker.watch_calls(heartbeat)
     try:
         environment.enter(ranks[index], args.world_size, *_place(index, args, ranks), init_method,
-                          args.master_addr, together=args.rank is None, cores=cores)
+                          args.master_addr, together=args.rank is None, cores=cores,
+                          timeout=args.timeout)
         environment.reproducible(args)
-        environment.limit_groups(args)
         result = run_worker(ranks[index], args.world_size, args)
         pieces = 0 if result is None else channel.write_result(store, ranks[index], result)
         heartbeat.leave(pieces)

@@ -36,11 +36,11 @@ def be_one_rank(run_worker: Callable, args: Namespace, names: list[str]) -> dict
     me, local_rank, local_world_size = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     environment.enter(me, args.world_size, local_rank, local_world_size, "env://",
-                      os.environ["MASTER_ADDR"], together=False, cores=joblib.cpu_count())
+                      os.environ["MASTER_ADDR"], together=False, cores=joblib.cpu_count(),
+                      timeout=args.timeout)
     environment.wake_with_parent()
     environment.show_crashes()
     environment.reproducible(args)
-    environment.limit_groups(args)
     neighbours = range(me - local_rank, me - local_rank + local_world_size)
     address, listener, store = _meet(me, args, local_world_size == args.world_size)
     watcher = Watcher(me, args, names, neighbours, address, listener)
