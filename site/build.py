@@ -33,7 +33,7 @@ LESSONS = ("p2p_collectives", "ddp_basic", "model_parallel_resnet", "rpc_rl", "r
 # In the order of docs/map.md.
 GUIDE = ("6_4", "6_3", "6_2", "6_5", "6_6", "6_7", "6_8", "6_9", "transformer")
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
-FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 # The file of the code that follows.
 CODE = re.compile(r"(?<=-->\n\n)(\[`.*`\]\(.*\))$(?=\n\n\Z)", re.MULTILINE)
 # The sentence that leads to a replay, and what shows that below it.
@@ -105,7 +105,7 @@ class Site:
             title = re.search(r"^# (.*)$", text, re.MULTILINE)[1]
             titles[place] = title.replace("`", "")
             self.put(place, "".join(
-                part if part.startswith("```") else self.converted(part, source, place)
+                part if part.lstrip().startswith("```") else self.converted(part, source, place)
                 for part in FENCE.split(text)))
         for source in sorted(self.sources):
             language = {"py": "python", "toml": "toml", "json": "json"}.get(source.split(".")[-1])

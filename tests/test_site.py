@@ -1,5 +1,6 @@
 """The site of the pages: its links lead somewhere, it is found in and drawn in a browser, offline."""
 
+import html
 import importlib.util
 import re
 import shutil
@@ -50,6 +51,19 @@ def test_every_link_leads_somewhere(site):
             there = (path.parent / unquote(place)).resolve() if place else path
             if not there.exists() or (anchor and there in anchors and unquote(anchor) not in anchors[there]):
                 lost.append((str(path.relative_to(site)), link))
+    assert lost == []
+
+
+def test_lines_of_code_stay_lines(site):
+    """In Japanese text lines are joined, without a space; not in a block of code, also of a list."""
+    lost = []
+    for page in sorted((ROOT / "docs/lessons").glob("*.ja.md")):
+        text = (site / f"ja/lessons/{page.name.removesuffix('.ja.md')}.html").read_text()
+        shown = {line.strip() for block in re.findall(r"<code[^>]*>(.*?)</code>", text, re.DOTALL)
+                 for line in html.unescape(re.sub("<.*?>", "", block)).splitlines()}
+        blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        lost += [line for language, block in blocks if language != "mermaid"
+                 for line in block.splitlines() if line.strip() not in shown | {""}]
     assert lost == []
 
 
