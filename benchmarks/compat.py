@@ -38,7 +38,6 @@ SHORT = {  # flags of a short run; every other program is short with its default
     "batch_rl.": "--observers 2 --num_episode 1",
     "batch_rl.until_solved": "--max_episodes 2",
     "batch_rl.double_buffering": "--observers 1 --envs_per_observer 4 --num_episode 1",
-    "ddp_basic.": "",
     "ddp_basic.elastic": "--epochs 2",
     "ddp_basic.pitfalls": "--mended",
     "ddp_rpc_hybrid.": "--epochs 2",

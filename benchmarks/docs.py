@@ -253,20 +253,14 @@ def place(there, folder):
     target = os.path.relpath(ROOT / path, folder)
     if not name:
         return f"[`{path}`]({target})"
-    return f"[`{name}`]({target}#L{line_of(path, name)})"
-
-
-def line_of(path, name):
-    """Where a function, class or method is defined."""
-    return node_of(path, name).lineno
+    return f"[`{name}`]({target}#L{node_of(path, name).lineno})"
 
 
 def node_of(path, name):
     """The definition of a function, class or method."""
-    nodes = ast.parse((ROOT / path).read_text()).body
+    node = ast.parse((ROOT / path).read_text())
     for part in name.split("."):
-        node = next(node for node in nodes if getattr(node, "name", None) == part)
-        nodes = getattr(node, "body", [])
+        node = next(inner for inner in node.body if getattr(inner, "name", None) == part)
     return node
 
 

@@ -12,7 +12,6 @@ Four agents play in turns, within one run, so that a noisy machine cannot favour
 
 import statistics
 import time
-from pathlib import Path
 
 from common import report
 from common.cli import bounded
@@ -59,12 +58,12 @@ def run_worker(rank, world_size, args):
     """Time the agents in turns; rank 0 returns steps/s of each round."""
     rpc.init_rpc(lesson.role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args, lesson.RPC_THREADS))
-    metrics = measure(rank, world_size, args) if rank == 0 else None
+    metrics = measure(world_size, args) if rank == 0 else None
     rpc.shutdown()
     return metrics
 
 
-def measure(rank, world_size, args):
+def measure(world_size, args):
     """What `run_worker` returns."""
     agents = {PLAIN: lesson.Agent(world_size, args), TWO: TwoRPCs(world_size, args),
               ONE: FastAgent(world_size, args)}
@@ -85,10 +84,7 @@ def measure(rank, world_size, args):
 
 def build_parser():
     """The flags of rpc_rl, whose training is timed, and how long."""
-    parser = lesson.build_parser()
-    parser.description = __doc__
-    parser.set_defaults(example="benchmark_rpc_rl", output_dir=Path("outputs", "benchmark_rpc_rl"))
-    count = bounded(int, at_least=1)
+    parser, count = lesson.build_parser("benchmark_rpc_rl", __doc__), bounded(int, at_least=1)
     parser.add_argument("--rounds", type=count, default=100, metavar="N",
                         help="episodes of each agent")
     parser.add_argument("--min_steps", type=count, default=200, metavar="N",

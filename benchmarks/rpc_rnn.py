@@ -15,7 +15,6 @@ import itertools
 import random
 import statistics
 import time
-from pathlib import Path
 
 import torch.distributed.autograd as dist_autograd
 from common import report
@@ -120,11 +119,7 @@ def measure(args):
 
 def build_parser():
     """The flags of rpc_rnn, whose steps are timed, and how long."""
-    parser = lesson.build_parser()
-    parser.description = __doc__
-    parser.set_defaults(example="benchmark_rpc_rnn",
-                        output_dir=Path("outputs", "benchmark_rpc_rnn"))
-    count = bounded(int, at_least=1)
+    parser, count = lesson.build_parser("benchmark_rpc_rnn", __doc__), bounded(int, at_least=1)
     parser.add_argument("--rounds", type=count, default=30, metavar="N", help="turns of each model")
     parser.add_argument("--steps", type=count, default=20, metavar="N", help="steps in a turn")
     return parser

@@ -115,17 +115,6 @@ def command(place: Path, program: Program, seed: int = 0) -> list[str]:
             "--output_dir", str(place / "out")]
 
 
-def commands(way: str, ranks: int, path: str, flags: list[str]) -> list[list[str]]:
-    """Return the command lines that start a script: in a manual launch, one for each rank."""
-    if way == "torchrun":
-        return [helpers.torchrun(ranks, path, *flags)]
-    if way == "local":
-        return [helpers.script(path, *flags)]
-    where = ["--master_addr", "localhost", "--master_port", helpers.unused_port()]
-    return [helpers.script(path, *flags, "--world_size", ranks, "--rank", rank, *where)
-            for rank in range(ranks)]
-
-
 def ranks_of(runs: list, way: str) -> list[int]:
     """Return the process ids of the ranks that have started."""
     with contextlib.suppress(OSError):  # some process has just ended
@@ -156,7 +145,7 @@ def train(place: Path, program: Program, way: str = "local", seed: int = 0, path
         AssertionError: a process or a temporary file is left.
     """
     own_path, *flags = command(place, program, seed)
-    lines = commands(way, len(program.roles), path or own_path, flags)
+    lines = helpers.commands(way, len(program.roles), path or own_path, *flags)
     saved, limit = place / SAVED, time.monotonic() + helpers.LIMIT_S
     version, since, times, first = saved.exists() and saved.stat().st_mtime_ns, None, [], None
     with contextlib.ExitStack() as stack:

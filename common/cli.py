@@ -151,7 +151,8 @@ class Parser(PlainParser):
             if args.rank is not None:
                 refuse(f"--rank {args.rank} cannot be given under torchrun, which gives the ranks")
             if self.distributed:
-                args.world_size = self._checked("--world_size", os.environ["WORLD_SIZE"])
+                args.world_size = super().parse_args(
+                    ["--world_size", os.environ["WORLD_SIZE"]]).world_size
         elif args.rank is not None:
             if args.world_size is None:
                 refuse(f"--rank {args.rank} requires --world_size N")
@@ -165,12 +166,6 @@ class Parser(PlainParser):
         if self.distributed and args.rank is None and args.master_addr is not None:
             refuse(f"--master_addr {args.master_addr} requires --rank R: it is for a manual "
                    "launch, rank by rank")
-
-    def _checked(self, flag: str, value: str) -> int:
-        try:
-            return self._get_value(self._option_string_actions[flag], value)
-        except argparse.ArgumentError as error:
-            self.error(str(error))
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

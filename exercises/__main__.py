@@ -118,14 +118,9 @@ def run_really(exercise: Exercise, file: Path) -> int:
         return subprocess.run(command, cwd=tree, env=environ).returncode
 
 
-def stopped(*_: object) -> None:
-    """End a run at SIGTERM and SIGHUP as at Ctrl-C: with all that it has started."""
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, stopped)
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # as at Ctrl-C: with all that it has started
+        signal.signal(signum, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

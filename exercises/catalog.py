@@ -105,10 +105,8 @@ def place_of(text: str, qualified: str) -> tuple[int, int, int]:
 @functools.cache
 def exercises() -> list[Exercise]:
     """Return all, in order."""
-    found = []
-    for path in sorted((HERE / "texts").glob("[0-9][0-9]_*.toml")):
-        found.append(Exercise(path.stem, tomllib.loads(path.read_text())))
-    return found
+    return [Exercise(path.stem, tomllib.loads(path.read_text()))
+            for path in sorted((HERE / "texts").glob("[0-9][0-9]_*.toml"))]
 
 
 def named(word: str) -> Exercise | None:

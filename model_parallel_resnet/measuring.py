@@ -107,7 +107,7 @@ def record_calls(owner: type, name: str) -> None:
             try:
                 return function(*args, **kwargs)
             finally:
-                timeline.add(name, started, time.time(), _place_of(function))
+                timeline.add(name, started, time.time(), timeline.place_of(function))
 
         return recorded
 
@@ -197,7 +197,7 @@ def _record_steps() -> None:
     def end(optimizer, *_):
         _wait_for(optimizer.param_groups[0]["params"][0].device)
         # RPC calls the optimizer of a `DistributedOptimizer` with no line of the lesson around it.
-        where = timeline.here() or _place_of(type(optimizer))
+        where = timeline.here() or timeline.place_of(type(optimizer))
         timeline.add("step", here.started, time.time(), where)
 
     register_optimizer_step_pre_hook(begin)
@@ -212,14 +212,6 @@ def _copies_of(owner: type) -> set[type]:
     path = Path(inspect.getsourcefile(owner))
     module = importlib.import_module(f"{path.parent.name}.{path.stem}")
     return {owner, getattr(module, owner.__name__)}
-
-
-def _place_of(definition: object) -> list[list]:
-    """Return the first line of a function or class of the lesson, like `timeline.here`; else []."""
-    path = timeline.lesson_file(inspect.getsourcefile(definition) or "")
-    if path is None:
-        return []
-    return [[path, inspect.getsourcelines(definition)[1], definition.__qualname__]]
 
 
 def _wait_for(device: torch.device) -> None:

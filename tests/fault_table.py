@@ -76,33 +76,8 @@ OF_A_RANK = {
                                note="which of the two comes first is chance", note_ja="どちらが先に挙がるかは偶然による"),
 }
 
-# More than one thing happens to a run. The line follows "error: rank ..." of the rank named in `what`.
-OF_SEVERAL = {
-    "frozen for less than --timeout": Fault(
-        "it is frozen for a little less than --timeout, and goes on",
-        "--timeoutよりわずかに短いあいだ凍結し、再開する", AWAY, by_silence=True,
-        note="or the run goes on; no other rank is named", note_ja="または実行が続く。ほかのランクは挙がらない"),
-    "frozen for more than --timeout": Fault(
-        "it is frozen for a little more than --timeout, and goes on",
-        "--timeoutよりわずかに長いあいだ凍結し、再開する", AWAY, by_silence=True,
-        note="or, where nobody has waited for it, the run goes on", note_ja="または、誰も待っていなければ実行が続く"),
-    "raises, another is killed": Fault(
-        "it raises ValueError, and another rank is killed 50 ms later",
-        "ValueErrorを送出し、50ミリ秒後に別のランクがkillされる", "raised ValueError", traceback=True),
-    "killed, another is frozen": Fault(
-        "it is killed, and another rank is frozen 50 ms later",
-        "killされ、50ミリ秒後に別のランクが凍結する", "was killed by SIGKILL", DIED),
-    "killed, another was frozen": Fault(
-        "it is killed, and another rank has been frozen 50 ms before",
-        "killされ、その50ミリ秒前に別のランクが凍結している", "was killed by SIGKILL", DIED),
-}
-
 # What ends nothing: a rank does not come back from a call, and nobody has set a limit to it.
-STANDSTILL = Fault(
-    "nothing moves, or one rank computes for ever, and whoever waits does so without a limit (an episode of rpc_rl)",
-    "何も進まないか、1つのランクだけが計算し続け、待つ側に制限時間がない（rpc_rlのエピソード）",
-    r"note: for {timeout} s, nothing has moved.*: .*rank {rank} \({role}\) is at .*\. Waiting goes on; Ctrl-C ends it\.",
-    by_silence=True)
+STANDSTILL = r"note: for {timeout} s, nothing has moved.*: .*rank {rank} \({role}\) is at .*\. Waiting goes on; Ctrl-C ends it\."
 
 
 class Beside(NamedTuple):
@@ -116,9 +91,7 @@ class Beside(NamedTuple):
     by_silence: bool = False
     others: str | None = None  # the line in the other terminals of a manual launch
 
-    def within_s(self, timeout_s):
-        """By when the run must have ended everywhere, beside other tests; the page says 10 s."""
-        return SOON_S + (timeout_s if self.by_silence else 0)
+    within_s = Fault.within_s
 
 
 KILLED = -9

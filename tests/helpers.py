@@ -33,6 +33,16 @@ def torchrun(processes, *arguments, options=("--standalone",)):
     return launcher + script(*arguments)[1:]
 
 
+def commands(way, ranks, path, *flags):
+    """The command lines that start a script: "local", under "torchrun", or "manual", with one for each rank."""
+    if way == "torchrun":
+        return [torchrun(ranks, path, *flags)]
+    if way == "local":
+        return [script(path, *flags)]
+    where = ["--master_addr", "localhost", "--master_port", unused_port()]
+    return [script(path, *flags, "--world_size", ranks, "--rank", rank, *where) for rank in range(ranks)]
+
+
 def faulty(module, folder, patch):
     """The command line of a script that is `module` but for a mistake: `patch`, where the module is `example`."""
     path = folder / "faulty.py"

@@ -25,17 +25,13 @@ def parsed(*flags):
 # --- pieces
 
 
-def trainer_of(rank, monkeypatch, *flags, trainer_class=batch_update.Trainer):
-    monkeypatch.setattr(rpc, "get_worker_info", lambda: SimpleNamespace(id=rank))
-    return trainer_class(None, parsed("--device", "cpu", *flags))
-
-
 def test_both_trainers_send_the_same_numbers(monkeypatch):
     """One tensor or hundreds."""
+    monkeypatch.setattr(rpc, "get_worker_info", lambda: SimpleNamespace(id=1))
     sent = []
     for trainer_class, server_class in ((batch_update.Trainer, batch_update.BatchUpdateParameterServer),
                                         (FlatTrainer, FlatParameterServer)):
-        trainer = trainer_of(1, monkeypatch, trainer_class=trainer_class)
+        trainer = trainer_class(None, parsed("--device", "cpu"))
         trainer.set_model(server_class(parsed()).get_model())
         inputs, labels = next(trainer.get_next_batch())
         trainer.loss_fn(trainer.m(inputs), labels).backward()

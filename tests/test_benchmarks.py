@@ -39,7 +39,6 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(outputs, "path_of", lambda name: Bench.results / f"{name}.txt")
     monkeypatch.setattr(pictures, "draw", lambda command, runs, folder: Bench.drawn.append(
         (command, [run["wall_s"] for run in runs], folder)))
-    Bench.runs, Bench.drawn = [], []
     return Bench
 
 

@@ -55,12 +55,9 @@ def test_mnist_that_is_there(tmp_path):
     assert test.tensors[0].numpy() == pytest.approx(normalised[:10], abs=1e-4)
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_mnist_that_cannot_be_had(damage, tmp_path, capsys, monkeypatch):
-    if damage == "truncated":
-        raw = write_mnist(tmp_path, {"train": 30, "t10k": 10})
-        images = raw / "train-images-idx3-ubyte"
-        images.write_bytes(images.read_bytes()[:1000])
+def test_mnist_that_cannot_be_had(tmp_path, capsys, monkeypatch):
+    images = write_mnist(tmp_path, {"train": 30, "t10k": 10}) / "train-images-idx3-ubyte"
+    images.write_bytes(images.read_bytes()[:1000])
     monkeypatch.setattr(import_torchvision().datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
     with pytest.raises(SystemExit) as stop:
         fetch_data(SimpleNamespace(dataset="mnist", data_dir=tmp_path))

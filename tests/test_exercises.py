@@ -65,7 +65,7 @@ def attempt(exercise, wrong):
     return solution.replace(wrong["old"], wrong["new"])
 
 
-def expect(verdict, exercise, expected):
+def expect(verdict, expected):
     """Hold a verdict, in both languages, against what the toml says of it."""
     assert not verdict.passed
     shown = {language: verdict.render(language) for language in LANGUAGES}
@@ -305,7 +305,7 @@ def test_static_run_introduces(tmp_path, capsys, monkeypatch):
 @pytest.mark.timeout(400)
 @each
 def test_as_shipped(exercise, tmp_path):
-    expect(judged(exercise, exercise.stub.read_text(), tmp_path), exercise, exercise.shipped)
+    expect(judged(exercise, exercise.stub.read_text(), tmp_path), exercise.shipped)
 
 
 @pytest.mark.learn
@@ -328,7 +328,7 @@ def test_right(exercise, right, tmp_path):
 @pytest.mark.timeout(400)
 @attempts
 def test_wrong(exercise, wrong, tmp_path):
-    expect(judged(exercise, attempt(exercise, wrong), tmp_path), exercise, wrong)
+    expect(judged(exercise, attempt(exercise, wrong), tmp_path), wrong)
 
 
 # --- of the engine: part of make test

@@ -18,7 +18,7 @@ from common import cli
 from common.launcher import launch, start, watch
 
 from tests import sabotage
-from tests.fault_table import OF_A_RANK, OF_SEVERAL, STANDSTILL
+from tests.fault_table import AWAY, OF_A_RANK, STANDSTILL
 from tests.helpers import SOON_S, errors_of, processes
 
 TIMEOUT_S = 4.0
@@ -39,9 +39,8 @@ class Program(NamedTuple):
         return self.lesson
 
     def command(self, folder, timeout_s=TIMEOUT_S):
-        """The flags, `--output_dir` unless it is None."""
-        where = [] if folder is None else ["--output_dir", str(folder)]
-        return [*self.flags.split(), "--timeout", str(timeout_s), *where]
+        """The flags."""
+        return [*self.flags.split(), "--timeout", str(timeout_s), "--output_dir", str(folder)]
 
     def slowed(self):
         """What makes a pause before each call, so that a run that is to be disturbed leaves the cores to others."""
@@ -219,7 +218,7 @@ def line(rank, roles, fault, stopped=None, way="local", timeout_s=TIMEOUT_S):
     return f"error: {who} {filled(row.expected(way), rank, roles, timeout_s)}{suffix}"
 
 
-def filled(pattern, rank, roles, timeout_s=TIMEOUT_S):
+def filled(pattern, rank, roles, timeout_s):
     """A pattern of tests/fault_table.py, of a certain rank."""
     return pattern.format(timeout=f"{timeout_s:g}", rank=rank, role=roles[rank])
 
@@ -330,18 +329,17 @@ LONGER_S = 10.0  # a busy machine lets a healthy rank be silent for half of TIME
 @pytest.mark.parametrize("frozen_s", [LONGER_S - 0.5, LONGER_S + 0.5], ids=["shorter", "longer"])
 def test_frozen_for_a_while(frozen_s, lesson, clean, tmp_path, capfd):
     """A rank stops for about --timeout, and goes on: it is named, or the run goes on, and is then ended by a signal."""
-    row = OF_SEVERAL[f"frozen for {'less' if frozen_s < LONGER_S else 'more'} than --timeout"]
-    row = row._replace(line=rf"({row.line}|{OF_A_RANK['SIGKILL'].line})")
+    row = OF_A_RANK["SIGSTOP"]._replace(line=f"({AWAY}|{OF_A_RANK['SIGKILL'].line})")
     ends([Run(named(lesson), tmp_path, "SIGSTOP", role,
               [(frozen_s, role, "SIGCONT"), (LONGER_S + 6 - frozen_s, role, "SIGKILL")], row, LONGER_S, pause_s=0.5)
           for role in named(lesson).roles.split()], capfd)
 
 
-SECOND_FAILURES = {
-    "raises, another is killed": ("exception", [(0.05, "second", "SIGKILL")]),
-    "killed, another is frozen": ("SIGKILL", [(0.05, "second", "SIGSTOP")]),
-    "killed, another was frozen": ("none", [(0, "second", "SIGSTOP"), (0.05, "first", "SIGKILL")]),
-}
+SECOND_FAILURES = [  # the row that names the first, what that does to itself, what is sent afterwards
+    ("exception", "exception", [(0.05, "second", "SIGKILL")]),
+    ("SIGKILL", "SIGKILL", [(0.05, "second", "SIGSTOP")]),
+    ("SIGKILL", "none", [(0, "second", "SIGSTOP"), (0.05, "first", "SIGKILL")]),
+]
 
 
 @in_turns
@@ -352,7 +350,7 @@ def test_second_failure(lesson, clean, tmp_path, capfd):
     roles = {"first": [*program.raises][-1]}
     roles["second"] = [role for role in program.roles.split() if role != roles["first"]][-1]
     ends([Run(program, tmp_path, fault, roles["first"], [(pause, roles[who], name) for pause, who, name in signals],
-              OF_SEVERAL[row], pause_s=0.5) for row, (fault, signals) in SECOND_FAILURES.items()], capfd)
+              OF_A_RANK[row], pause_s=0.5) for row, fault, signals in SECOND_FAILURES], capfd)
 
 
 @in_turns
@@ -368,7 +366,7 @@ def test_standstill(fault, clean, tmp_path, capfd):
     notes = [text for text in err.splitlines() if text.startswith("note:")]
     assert len(notes) == len(runs), err
     for run in runs:
-        expected = filled(STANDSTILL.line, run.rank, run.roles, patient_s)
+        expected = filled(STANDSTILL, run.rank, run.roles, patient_s)
         assert any(re.fullmatch(expected, note) for note in notes), (expected, notes)
         who = f"rank {run.rank} ({run.roles[run.rank]})"
         assert any(f"{who} is at tests/sabotage.py:" in note for note in notes), notes

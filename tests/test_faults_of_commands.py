@@ -9,39 +9,27 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.fault_table import KILLED, OF_A_LAUNCHER, OF_A_RANK
+from tests.fault_table import KILLED, OF_A_LAUNCHER
 from tests.helpers import (
-    ROOT,
     SOON_S,
     children,
     command_of,
+    commands,
     descendants,
     errors_of,
     listening,
     nothing_left,
     running,
     script,
-    torchrun,
-    unused_port,
     workers,
 )
 from tests.test_faults import PROGRAMS, line, wait_for
 
 MANUAL_TIMEOUT_S = 10.0  # several commands that import torch at the same time come late
-
-
-def terminals(program, what, port, ranks):
-    """The commands of a manual launch."""
-    return [[sys.executable, str(ROOT / "tests/sabotage.py"), *program.sabotaged(what),
-             *program.command(None, MANUAL_TIMEOUT_S), "--world_size", str(len(ranks)), "--rank", str(rank),
-             "--master_addr", "localhost", "--master_port", str(port), "--output_dir", f"out{rank}"] for rank in ranks]
-
-
 BY_ITSELF = ("exception", "long traceback", "KeyboardInterrupt", "os._exit(0)", "sys.exit(0)", "sys.exit(3)", "destroyed group")
 RL, TRAIN = PROGRAMS[0], next(program for program in PROGRAMS if program.lesson == "p2p_collectives.train")
 
@@ -52,20 +40,17 @@ RL, TRAIN = PROGRAMS[0], next(program for program in PROGRAMS if program.lesson 
     *((TRAIN, fault, 1) for fault in BY_ITSELF),
 ], ids=str)
 @pytest.mark.parametrize("way", ["manual", "torchrun"])
-def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_port):
+def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path):
     """Every launcher ends, in time, and says who failed; under torchrun, so does the process beside the rank."""
     roles = program.roles.split()
     by_itself = fault in BY_ITSELF
     what = f"{program.raises[roles[1]]}:{fault}" if by_itself else "-"
-    if way == "manual":
-        commands = terminals(program, what, free_port, range(len(roles)))
-    else:
-        flags = [*program.sabotaged(what), *program.command(None, MANUAL_TIMEOUT_S)]
-        commands = [torchrun(len(roles), "tests/sabotage.py", *flags, "--output_dir", "out")]
+    flags = [*program.sabotaged(what), *program.command("out", MANUAL_TIMEOUT_S)]
     with contextlib.ExitStack() as stack:
-        runs = [stack.enter_context(running(command, tmp_path)) for command in commands]
+        runs = [stack.enter_context(running(command, tmp_path))
+                for command in commands(way, len(roles), "tests/sabotage.py", *flags)]
         if by_itself:
-            wait_for(tmp_path / ("out1" if way == "manual" else "out") / "moment")
+            wait_for(tmp_path / "out" / "moment")
         else:
             of_ranks = runs if way == "manual" else runs * len(roles)
             victim = [wait_for_worker(run, rank, way) for rank, run in enumerate(of_ranks)][rank]
@@ -74,9 +59,7 @@ def test_fault_in_the_other_ways_in(program, fault, rank, way, tmp_path, free_po
         began, ended = time.monotonic(), [run.communicate(timeout=MANUAL_TIMEOUT_S + 30) for run in runs]
         assert time.monotonic() - began < (MANUAL_TIMEOUT_S if fault == "SIGSTOP" else 0) + 10
         for rank_of_run, (run, (_, err)) in enumerate(zip(runs, ended, strict=True)):
-            expected = line(rank, roles, fault, stopped=int(way == "manual" and rank_of_run != rank))
-            if way == "torchrun" and OF_A_RANK[fault].torchrun:
-                expected = rf"error: rank {rank} \({roles[rank]}\) died; torchrun shows how"
+            expected = line(rank, roles, fault, stopped=int(way == "manual" and rank_of_run != rank), way=way)
             errors = errors_of(err)
             assert len(errors) == 1, err
             assert re.fullmatch(expected, errors[0]), err
@@ -149,20 +132,9 @@ def test_interrupted_while_starting(children, method, tmp_path):
 PHASES_TIMEOUT_S = 5.0
 
 
-def in_a_phase(way, phase, folder, port):
-    """The commands of a run of tests/phases.py."""
-    flags = ["--phase", phase, "--timeout", PHASES_TIMEOUT_S]
-    if way == "torchrun":
-        return [torchrun(2, "tests/phases.py", *flags)]
-    if way == "local":
-        return [script("tests/phases.py", *flags)]
-    return [script("tests/phases.py", *flags, "--world_size", 2, "--rank", rank, "--master_addr", "localhost",
-                   "--master_port", port) for rank in (1, 0)]  # what happens, happens in the first one
-
-
-def pid_in(path):
-    """The process id that tests/phases.py has written to a file."""
-    return int(wait_for(path))
+def in_a_phase(way, phase):
+    """The commands of a run of tests/phases.py, that of rank 1 first: what happens, happens there."""
+    return commands(way, 2, "tests/phases.py", "--phase", phase, "--timeout", PHASES_TIMEOUT_S)[::-1]
 
 
 def pid_of(who, run, folder, phase):
@@ -173,10 +145,10 @@ def pid_of(who, run, folder, phase):
     if name == "tracker":
         return next(pid for pid in children(run.pid) if "resource_tracker" in command_of(pid))
     if name == "fork server" and phase == "import":
-        return pid_in(folder / "import.in")
+        return int(wait_for(folder / "import.in"))
     if name == "fork server":
         return next(pid for pid in children(run.pid) if "forkserver" in command_of(pid))
-    of_rank = pid_in(folder / f"{phase}{rank}.in")
+    of_rank = int(wait_for(folder / f"{phase}{rank}.in"))
     return of_rank if name == "rank" else children(of_rank)[0]
 
 
@@ -188,7 +160,7 @@ def test_fault_beside_the_ranks(way, phase, tmp_path):
         for number, row in enumerate(OF_A_LAUNCHER[way, phase]):
             (folder := tmp_path / f"{number} {row.deeds}").mkdir()
             runs.append((row, folder, [stack.enter_context(running(command, folder))
-                                       for command in in_a_phase(way, phase, folder, unused_port())]))
+                                       for command in in_a_phase(way, phase)]))
         for _, folder, _ in runs:
             ranks = ["0", "1"] if phase == "run" or way == "torchrun" else [""]
             for rank in ranks:
@@ -270,10 +242,10 @@ GARBAGE = [b"\x00" * 1000, os.urandom(100_000), b"[" * 60_000 + b"\n", b"GET / H
 
 
 @pytest.mark.parametrize("way", ["local", "manual", "torchrun"])
-def test_strangers(way, tmp_path, free_port):
+def test_strangers(way, tmp_path):
     """Whatever comes to a port that we open, the run goes on to its end and prints nothing of it."""
     with contextlib.ExitStack() as stack:
-        runs = [stack.enter_context(running(command, tmp_path)) for command in in_a_phase(way, "run", tmp_path, free_port)]
+        runs = [stack.enter_context(running(command, tmp_path)) for command in in_a_phase(way, "run")]
         for rank in "01":
             wait_for(tmp_path / f"run{rank}.in")
         pids = [pid for run in runs for pid in (run.pid, *descendants(run.pid))]

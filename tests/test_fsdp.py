@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ddp_basic import fsdp, fsdp_checkpoint, fsdp_memory
+from tests.test_ddp_basic import one_thread  # noqa: F401  a fixture of these tests, too
 
 EPOCHS, DIES_IN = 3, 2  # the epoch in which a rank is killed
 ORIGINAL = fsdp.run_worker
@@ -39,14 +40,6 @@ def leaves(state, name=""):
     if isinstance(state, dict):
         return {key: leaf for k, v in state.items() for key, leaf in leaves(v, f"{name}.{k}").items()}
     return {name: state}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """In all processes: sums on another number of threads are not bitwise identical."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
 
 
 # --- what it computes

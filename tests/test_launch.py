@@ -172,8 +172,10 @@ def take_note(rank, world_size, args):
     """What a worker has without having done anything."""
     if torch.cuda.is_available():  # a context of the fork server would not survive the fork
         torch.ones(1, device="cuda")
-    return {"variable": os.environ.get("A_VARIABLE"),
-            "folder": os.getcwd(), "parent": os.getppid(), "modules": "torch._dynamo" in sys.modules}
+    note = {"variable": os.environ.get("A_VARIABLE"), "transports": os.environ.get("RPC_TRANSPORTS"),
+            "threads": torch.get_num_threads(), "folder": os.getcwd(), "parent": os.getppid(),
+            "modules": "torch._dynamo" in sys.modules}
+    return note if rank == 0 else None
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
@@ -221,15 +223,11 @@ def test_many_ranks(world_size):
     assert result["sums"][:2] == [sum(range(world_size)), world_size]
 
 
-def one_thread_each(rank, world_size, args):
-    return {"threads": torch.get_num_threads()} if rank == 0 else None
-
-
 def test_threads_of_the_user(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert launch(one_thread_each, parse(), role_name)["threads"] == 3
+    assert launch(take_note, parse(), role_name)["threads"] == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "zero")
-    assert launch(one_thread_each, parse(), role_name)["threads"] == max(1, joblib.cpu_count() // 2)
+    assert launch(take_note, parse(), role_name)["threads"] == max(1, joblib.cpu_count() // 2)
 
 
 THREADS = """
@@ -258,9 +256,9 @@ def test_threads_under_torchrun(setting, expected, tmp_path):
 # --- a manual launch that does not come together
 
 
-def by_rank(rank, port, *flags, master_addr="localhost"):
+def by_rank(rank, port):
     return script("ddp_basic/main.py", "--demo", "basic", "--world_size", 2, "--rank", rank, "--timeout", 2,
-                  "--master_addr", master_addr, "--master_port", port, *flags)
+                  "--master_addr", "localhost", "--master_port", port)
 
 
 @pytest.mark.parametrize("answering", [True, False])
@@ -376,16 +374,12 @@ def test_how_rpc_sends(local_ranks, together, transports):
     assert environment.rpc_transports(local_ranks, 2, together) == transports
 
 
-def tell_transports(rank, world_size, args):
-    return {"transports": os.environ.get("RPC_TRANSPORTS")} if rank == 0 else None
-
-
 @pytest.mark.parametrize("wish", ["shm,uv", "uv", None])
 def test_how_rpc_sends_is_the_users_choice(wish, monkeypatch):
     monkeypatch.delenv("RPC_TRANSPORTS", raising=False)
     if wish:
         monkeypatch.setenv("RPC_TRANSPORTS", wish)
-    assert launch(tell_transports, parse(world_size=1), role_name)["transports"] == wish
+    assert launch(take_note, parse(world_size=1), role_name)["transports"] == wish
 
 
 def test_rpc_transports_unknown(monkeypatch, capsys):

@@ -4,14 +4,13 @@ import ast
 import graphlib
 import json
 import re
-from pathlib import Path
 
 import pytest
 from common.program import belonging_to
 
+from tests.helpers import ROOT
 from tests.test_checks import CHECKS
 
-ROOT = Path(__file__).parent.parent
 # All but those whose oracle is another program's.
 PROGRAMS = [f"{name.replace('.', '/')}.py" for name in CHECKS
             if name not in ("model_parallel_resnet.schedules", "param_server.flat_update")]

@@ -75,7 +75,7 @@ BY_RANK = ["batch_rl/main.py", "ddp_rpc_hybrid/main.py", "rpc_rnn/several_traine
 
 def on_machines(machines, path, way, port, *flags):
     """The commands of one run: with torchrun one on each machine, else one for each rank."""
-    ranks, more = PROGRAMS[path]
+    ranks, more = PROGRAMS.get(path, ((1, 1), ""))
     flags = [*(more.split() if not flags else []), *flags]
     if way == "torchrun":
         return [["ip", "netns", "exec", name, *torchrun(count, path, *flags, "--output_dir", f"out{node}", options=[
@@ -219,15 +219,8 @@ def weather(far):
 
 def slowed(machines, lesson, way, port, timeout_s):
     """The commands of a run that never ends, one on each machine."""
-    flags = [lesson, 1, "-", SLOWED[lesson], *FOR_EVER[lesson].split(), "--timeout", timeout_s]
-    of = [["ip", "netns", "exec", name] for name in machines.names]
-    if way == "torchrun":
-        return [[*there, *torchrun(1, "tests/sabotage.py", *flags, "--output_dir", f"out{node}", options=[
-                 "--nnodes", 2, "--node_rank", node, "--master_addr", machines.addresses[0], "--master_port", port])]
-                for node, there in enumerate(of)]
-    return [[*there, *script("tests/sabotage.py", *flags, "--world_size", 2, "--rank", rank, "--output_dir", f"out{rank}",
-                             "--master_addr", machines.addresses[0], "--master_port", port)]
-            for rank, there in enumerate(of)]
+    return on_machines(machines, "tests/sabotage.py", way, port, lesson, 1, "-", SLOWED[lesson],
+                       *FOR_EVER[lesson].split(), "--timeout", timeout_s)
 
 
 @in_turns

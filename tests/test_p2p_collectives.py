@@ -25,10 +25,6 @@ def alone(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def flags(parser, folder, *given):
-    return parser.parse_args(["--output_dir", str(folder / "out"), *map(str, given)])
-
-
 def fails(main, folder, *given):
     """Run a lesson, in which a worker makes a mistake: status 1."""
     with pytest.raises(SystemExit) as stop:
@@ -69,7 +65,8 @@ def test_algorithms_take_turns(alone, monkeypatch, tmp_path):
     order = []
     fakes = {name: lambda tensor, name=name: order.append(name) for name in ("all_reduce", "B")}
     monkeypatch.setattr(ring_allreduce, "algorithms", lambda: fakes)
-    args = flags(ring_allreduce.build_parser(), tmp_path, "--sizes", 64, "--repeats", 2, "--world_size", 1)
+    flags = f"--sizes 64 --repeats 2 --world_size 1 --output_dir {tmp_path}/out"
+    args = ring_allreduce.build_parser().parse_args(flags.split())
     ring_allreduce.run_worker(0, 1, args)
     assert order == ["all_reduce", "B"] * 3
 

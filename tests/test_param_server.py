@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from param_server import async_server, bounded_server
 from param_server import main as param_server
@@ -35,19 +36,10 @@ def bounded_by(max_staleness):
 
 def test_every_trainer_has_its_own_images():
     args = parsed("--world_size", 4)
-    train_set = [(index, 10 * index) for index in range(100)]
-
-    class Numbered:
-        def __len__(self):
-            return len(train_set)
-
-        def __getitem__(self, index):
-            return index, 10 * index
-
-    orders = {}
+    train_set, orders = TensorDataset(torch.arange(100), 10 * torch.arange(100)), {}
     for rank in (1, 2, 3):
         for epoch in (0, 1):
-            batches = list(get_next_batch(Numbered(), rank, epoch, args))
+            batches = list(get_next_batch(train_set, rank, epoch, args))
             assert all(torch.equal(labels, 10 * images) for images, labels in batches)
             orders[rank, epoch] = torch.cat([images for images, _ in batches]).tolist()
     assert sorted(sum((orders[rank, 0] for rank in (1, 2, 3)), [])) == list(range(100))

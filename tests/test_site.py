@@ -57,8 +57,9 @@ def test_every_link_leads_somewhere(site):
 def test_lines_of_code_stay_lines(site):
     """In Japanese text lines are joined, without a space; not in a block of code, also of a list."""
     lost = []
-    for page in sorted((ROOT / "docs/lessons").glob("*.ja.md")):
-        text = (site / f"ja/lessons/{page.name.removesuffix('.ja.md')}.html").read_text()
+    for page in sorted((ROOT / "docs/lessons").glob("*.md")):
+        name, _, language = page.stem.partition(".")
+        text = (site / (language or "en") / f"lessons/{name}.html").read_text()
         shown = {line.strip() for block in re.findall(r"<code[^>]*>(.*?)</code>", text, re.DOTALL)
                  for line in html.unescape(re.sub("<.*?>", "", block)).splitlines()}
         blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)

@@ -124,7 +124,7 @@ def start(folder: Path, rank: int, roles: list[str], title: str, machine: dict) 
     _recorder = Recorder(folder / f"rank-{rank}", rank, roles, title, machine,
                          threading.main_thread().ident)
     timeline.start(roles[rank], lambda span: _recorder.write(("span", span)))
-    _record_groups(rank, len(roles))
+    _record_groups(len(roles))
     _record_calls(rank)
     _record_autograd()
     _record_rrefs()
@@ -189,7 +189,7 @@ def _nbytes(value: object) -> int | None:
 # --- groups: send, recv, collectives
 
 
-def _record_groups(rank: int, world_size: int) -> None:
+def _record_groups(world_size: int) -> None:
     works, counts = weakref.WeakKeyDictionary(), {}
 
     def recorder_of(name: str) -> Callable:
@@ -200,7 +200,7 @@ def _record_groups(rank: int, world_size: int) -> None:
                 if _is_inside():
                     return function(*args, **kwargs)
                 given = dict(zip(names, args, strict=False)) | kwargs
-                about, kind = _about(name, given, rank, world_size), PEERS.get(name, "collective")
+                about, kind = _about(name, given, world_size), PEERS.get(name, "collective")
                 kind = {"dst": "send", "src": "recv"}.get(kind, kind)
                 if kind == "collective":
                     about["number"] = counts[about["group"]] = counts.get(about["group"], -1) + 1
@@ -251,7 +251,7 @@ def _record_groups(rank: int, world_size: int) -> None:
                                   ranks=[*range(world_size)], number=0), True, *args, **kwargs))
 
 
-def _about(name: str, given: dict, rank: int, world_size: int) -> dict:
+def _about(name: str, given: dict, world_size: int) -> dict:
     """Return what a function's arguments say: its group, its peer or root, its bytes."""
     group = given.get("group") if name != "new_group" else None
     ranks = dist.get_process_group_ranks(group) if group else [*range(world_size)]
@@ -278,7 +278,7 @@ def _record_calls(rank: int) -> None:
     local = rref_proxy._local_invoke, rref_proxy._local_invoke_async_execution
 
     def python_udf(func, args, kwargs):  # what will be sent: here it gets its number
-        _here.call, _here.forwarded = None, []
+        _here.call = None
         if _is_inside():
             return udf_type(func, args, kwargs)
         asked = args[3].pop(TRACED, None) if func in local else None
@@ -301,9 +301,8 @@ def _record_calls(rank: int) -> None:
                     return function(to, pickled, tensors, *args)
                 sync = how == "rpc" and getattr(_here, "sync", False)
                 size = len(pickled) + (_nbytes(tensors) or 0)
-                op = _recorder.begin("call", to=to.id, bytes=size, rrefs=_here.forwarded,
-                                     how="remote" if how == "remote" else
-                                     "rpc_sync" if sync else "rpc_async", waits=sync, **call)
+                way = how if how == "remote" else "rpc_sync" if sync else "rpc_async"
+                op = _recorder.begin("call", to=to.id, bytes=size, how=way, waits=sync, **call)
                 result = _within(function, op, False, to, pickled, tensors, *args)
                 if how == "remote":
                     _recorder.finish(op, rref=_hold(result, made=op))
@@ -413,13 +412,6 @@ def _record_rrefs() -> None:
 
         return init
 
-    def forward(function):
-        def reduce(self, rref):
-            getattr(_here, "forwarded", []).append(_rref_id(rref))
-            return function(self, rref)
-
-        return reduce
-
     def fetch(function):
         def to_here(rref, *args, **kwargs):
             if _is_inside() or rref.is_owner():
@@ -441,7 +433,6 @@ def _record_rrefs() -> None:
 
     pickler._py_rref_receiver = classmethod(receive)
     _replace(rpc.RRef, "__init__", made)
-    _replace(pickler, "_py_rref_reducer", forward)
     _replace(rpc.PyRRef, "to_here", fetch)
 
 

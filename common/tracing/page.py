@@ -26,8 +26,7 @@ WORDS = {
 }
 
 
-def save(record: dict, output_dir: Path,
-         windows: dict[str, Window] | None = None) -> dict[str, dict[str, float]]:
+def save(record: dict, output_dir: Path, windows: dict[str, Window] | None = None) -> None:
     """Write `replay.html`, `timeline.json` (for https://ui.perfetto.dev) and `timeline.png`.
 
     Args:
@@ -35,9 +34,6 @@ def save(record: dict, output_dir: Path,
         output_dir: for the files.
         windows: `{caption: (start, end)}` in seconds: what the picture shows, below each other, and
             the page first; by default one with everything.
-
-    Returns:
-        `{caption: {role: idle share}}`; the caption of the default is "".
     """
     of_spans = [span[key] for spans in record["spans"].values() for span in spans
                 for key in ("start", "end")]
@@ -52,8 +48,6 @@ def save(record: dict, output_dir: Path,
         spans_by_role = _spans_of(record, end)
     windows = windows or {"": (min(of_spans or times), max(of_spans or times))}
     _draw(spans_by_role, record["title"], windows, output_dir / "timeline.png", record["machine"])
-    return {caption: {role: idle_share(of_role, window) for role, of_role in spans_by_role.items()}
-            for caption, window in windows.items()}
 
 
 def _spans_of(record: dict, end: float) -> dict[str, list[dict]]:

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from common import report
 from common.cli import refuse
 from common.launcher import watch
+from common.recorder import gathered
 from common.tracing import merge, messages, page, timeline
 from common.vision import import_torchvision
 from torch.distributed import rpc
@@ -133,25 +134,14 @@ def wrap(spans: dict[str, list[str]], program: ModuleType) -> None:
         owner = pkgutil.resolve_name(f"{module}:{owner}")
         of_backward, place = (*more, None, None)[:2]
         function = getattr(owner, last)
-        own = _place(pkgutil.resolve_name(f"{program.__name__}:{place}") if place else function)
+        own = timeline.place_of(
+            pkgutil.resolve_name(f"{program.__name__}:{place}") if place else function)
         if not own and inspect.isclass(owner):
-            own = _place(owner)  # a class of the lesson that inherits the function
+            own = timeline.place_of(owner)  # a class of the lesson that inherits the function
         # The bar shows what its kind does not: the class, or the function.
         label = attribute.split(".")[0] if last == kind else last
         labels = {} if label == kind else {"name": label}
         setattr(owner, last, _recorded(function, kind, of_backward, own, labels))
-
-
-def _place(definition: object) -> list[list]:
-    """Return where a function or class of the lesson begins, like `timeline.here`; [] of others."""
-    try:
-        definition = inspect.unwrap(definition)
-        path = timeline.lesson_file(inspect.getsourcefile(definition) or "")
-    except TypeError:  # built into torch
-        path = None
-    if path is None:
-        return []
-    return [[path, inspect.getsourcelines(definition)[1], definition.__qualname__]]
 
 
 def _recorded(function: Callable, kind: str, of_backward: str | None, own: list,
@@ -237,16 +227,11 @@ def gather_at_the_end(folder: Path, rank: int) -> None:
             exchange(lambda mine: rpc.api._all_gather(mine, timeout=0).values())
         leave_rpc(*args, **kwargs)
 
-    def all_gather_object(mine):
-        of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, mine)
-        return of_ranks
-
     def destroy_process_group(*args, **kwargs):
         # With RPC, which has the processes outside of the group too, there is nothing to do here.
         if not done and not rpc.api._is_current_rpc_agent_set():
             with messages.quiet():
-                exchange(all_gather_object)
+                exchange(gathered)
         leave_group(*args, **kwargs)
 
     rpc.shutdown, dist.destroy_process_group = shutdown, destroy_process_group

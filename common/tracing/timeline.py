@@ -11,6 +11,7 @@ by what NTP leaves between them, often milliseconds: compare only spans of one m
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from collections import deque
@@ -29,8 +30,7 @@ class Kind(NamedTuple):
     """Describes how a kind of span looks, in the picture and on the page, and what it means."""
 
     colour: str
-    meaning: str
-    meaning_ja: str
+    meaning_ja: str  # in English, the name of the kind says it
     striped: bool = False  # communication: distinct from computation without colours, too
     waits: bool = False  # the process does nothing itself meanwhile: idle
 
@@ -44,30 +44,24 @@ class Kind(NamedTuple):
 # The colours are those of Okabe and Ito, https://jfly.uni-koeln.de/color/, which colour-blind
 # readers distinguish; two kinds share one only where no lesson has both.
 KINDS = {
-    "forward": Kind("#0072B2", "forward pass", "フォワードパス"),
-    "backward": Kind("#D55E00", "backward pass", "バックワードパス"),
-    "backward with all_reduce": Kind(
-        "#D55E00", "backward pass; DDP averages the gradients meanwhile",
-        "バックワードパス。その間にDDPが勾配を平均する", striped=True),
-    "weight gradients": Kind("#E69F00", "gradients of weights, computed later",
-                             "後回しにした、重みの勾配の計算"),
-    "loss": Kind("#F0E442", "the loss", "損失の計算"),
-    "step": Kind("#009E73", "the optimizer changes the weights", "オプティマイザーによる更新"),
-    "add": Kind("#F0E442", "adds up gradients", "勾配を加算"),
-    "env.step": Kind("#E69F00", "a step of the environment", "環境の1ステップ"),
-    "select_action": Kind("#0072B2", "the policy chooses actions", "ポリシーがアクションを選ぶ"),
-    "finish_episode": Kind("#D55E00", "learns from an episode", "エピソードから学習"),
-    "send": Kind("#56B4E9", "sends", "送信", striped=True),
-    "recv": Kind("#F0E442", "receives, or waits for what it will receive", "受信とその待ち",
-                 striped=True),
-    "all_reduce": Kind("#CC79A7", "adds up the tensors of all ranks, or waits for one of them",
-                       "全ランクのテンソルの合計とその待ち", striped=True),
-    "collective": Kind("#E69F00", "a collective of several ranks, or waits for one of them",
-                       "集合通信とその待ち", striped=True),
-    "remote call": Kind("#999999", "waits for the answer of another process",
-                        "ほかのプロセスの応答を待つ", striped=True, waits=True),
+    "forward": Kind("#0072B2", "フォワードパス"),
+    "backward": Kind("#D55E00", "バックワードパス"),
+    "backward with all_reduce": Kind("#D55E00", "バックワードパス。その間にDDPが勾配を平均する",
+                                     striped=True),
+    "weight gradients": Kind("#E69F00", "後回しにした、重みの勾配の計算"),
+    "loss": Kind("#F0E442", "損失の計算"),
+    "step": Kind("#009E73", "オプティマイザーによる更新"),
+    "add": Kind("#F0E442", "勾配を加算"),
+    "env.step": Kind("#E69F00", "環境の1ステップ"),
+    "select_action": Kind("#0072B2", "ポリシーがアクションを選ぶ"),
+    "finish_episode": Kind("#D55E00", "エピソードから学習"),
+    "send": Kind("#56B4E9", "送信", striped=True),
+    "recv": Kind("#F0E442", "受信とその待ち", striped=True),
+    "all_reduce": Kind("#CC79A7", "全ランクのテンソルの合計とその待ち", striped=True),
+    "collective": Kind("#E69F00", "集合通信とその待ち", striped=True),
+    "remote call": Kind("#999999", "ほかのプロセスの応答を待つ", striped=True, waits=True),
 }
-OTHER = Kind("#666666", "", "")
+OTHER = Kind("#666666", "")
 
 
 # --- recording
@@ -126,6 +120,18 @@ def lesson_file(filename: str) -> str | None:
         if len(path.parts) == 2 and path.parts[0] != "common" and not path.name.endswith(SUPPORT):
             return path.as_posix()
     return None
+
+
+def place_of(definition: object) -> list[list]:
+    """Return where a function or class of the lesson begins, like `here`; [] of others."""
+    try:
+        definition = inspect.unwrap(definition)
+        path = lesson_file(inspect.getsourcefile(definition) or "")
+    except TypeError:  # built into torch
+        path = None
+    if path is None:
+        return []
+    return [[path, inspect.getsourcelines(definition)[1], definition.__qualname__]]
 
 
 def recorded() -> dict[str, list[dict]]:
