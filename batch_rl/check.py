@@ -5,9 +5,9 @@ episodes with and without batches in turns. Episodes are short, and the threshol
 one that it passes; recording.py has what else is changed.
 
 With vector environments all draws have their place: one process makes the same ones
-(play_check.py). With lists only in batches; one by one, whoever asks first draws first: there the
-oracle takes dropout masks and actions from the run, and holds them as what they are: random, at the
-right rate.
+(play_check.py). With lists only in batches; one by one, whoever asks first draws first: there
+actions are drawn from numbers of each observer and step (recording.py), and the oracle takes the
+dropout masks from the run, and holds them as what they are: random, at the right rate.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
 
     Args:
         args: the flags of the run, with those that `check` has added.
-        run: its episodes: whether they were in batches; and without, their masks and actions.
+        run: its episodes: whether they were in batches; and without, their masks.
 
     Returns:
         A dict for each episode, with what `record_agent` has of it.
@@ -72,7 +72,7 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
         seeds = {rank: torch.randint(2**30, (), generator=env_seeds).item() for rank in ranks}
         start = (envs, (hidden, output), args, seeds)
         played = (as_vector(*start, rng) if args.n_groups
-                  else one_by_one(*start, batch, run[number]))
+                  else one_by_one(*start, batch, number, run[number]))
         returns = torch.tensor([R for where in envs for R in played[where]["returns"]])
         log_probs = torch.stack([log_p for where in envs for log_p in played[where]["log_probs"]])
         spread = returns.std(correction=0) + torch.finfo(torch.float32).eps
@@ -90,7 +90,7 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
             "gradients": {name: p.grad.to("cpu", copy=True) for name, p in named.items()},
             "weights": {name: p.detach().to("cpu", copy=True) for name, p in named.items()},
             **{f"observer{rank}": {what: [played[rank, k][what] for k in range(n_envs)]
-                                   for what in ("states", "actions", "p_right")}
+                                   for what in ("states", "actions")}
                for rank in ranks}})
     return episodes
 
@@ -173,8 +173,7 @@ def compare(run: dict, episodes: list[dict], args: argparse.Namespace) -> dict:
                        "what metrics.json has", "training")
         return findings.as_dict()
     if not args.n_groups:
-        hold_randomness(findings, [ep for ep in episodes if not ep["batch"]],
-                        [ep for ep in alone if not ep["batch"]], observers)
+        hold_randomness(findings, [ep for ep in episodes if not ep["batch"]])
     hold_times(findings, run["timed"], alone, args)
     return findings.as_dict()
 
@@ -185,9 +184,8 @@ def steps_of(episode: dict, args: argparse.Namespace) -> int:
                for actions in episode[f"observer{rank}"]["actions"])
 
 
-def hold_randomness(findings: Comparison, run: list[dict], alone: list[dict],
-                    observers: list[str]) -> None:
-    """Hold draws without batches, which depend on who asks first, as what they are: random."""
+def hold_randomness(findings: Comparison, run: list[dict]) -> None:
+    """Hold the masks without batches, which depend on who asks first, as what they are: random."""
     masks = torch.cat([mask for ep in run for of in ep["masks"].values() for mask in of])
     share, bound = (masks > 0).double().mean().item(), SIGMAS * math.sqrt(0.24 / masks.numel())
     findings.holds("dropout rate", abs(share - 0.4) < bound,
@@ -195,15 +193,6 @@ def hold_randomness(findings: Comparison, run: list[dict], alone: list[dict],
     different = len(masks.unique(dim=0))
     findings.holds("dropout masks", different == len(masks),
                    f"{different} of {len(masks)} states had their own mask")
-    p = torch.tensor([ep[ob]["p_right"] for ep in alone for ob in observers]).flatten()
-    action = torch.tensor([ep[ob]["actions"] for ep in run for ob in observers]).flatten()
-    bound = SIGMAS * (p * (1 - p)).sum().sqrt().item()
-    likelier = 1.0 * (action == (p > 0.5))
-    for what, off in (("right", action - p), ("the likelier way", likelier - p.maximum(1 - p))):
-        off = off.sum().item()
-        findings.holds(f"choices {what}", abs(off) < bound,
-                       f"of {len(p)} actions, {off:+.1f} more than by the policy's probabilities, "
-                       f"0 +- {bound:.1f}")
 
 
 def hold_times(findings: Comparison, timed: dict[str, list], alone: list[dict],

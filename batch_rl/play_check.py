@@ -22,12 +22,18 @@ def new_episode(envs: Envs) -> Episode:
 
     `rewards` are those of a stretch that is not over.
     """
-    lists = ("states", "actions", "p_right", "log_probs", "returns", "lengths", "rewards")
+    lists = ("states", "actions", "log_probs", "returns", "lengths", "rewards")
     return {where: {what: [] for what in lists} for where in envs}
 
 
+def uniforms(ob_id: int, number: int, n_envs: int) -> torch.Tensor:
+    """Draw from 0 to 1 for an observer's steps and environments in an episode: (`N_STEPS`, K)."""
+    generator = torch.Generator().manual_seed(1000 * number + ob_id)
+    return torch.rand(N_STEPS, n_envs, generator=generator, dtype=torch.float64)
+
+
 def one_by_one(envs: Envs, layers: tuple[nn.Linear, nn.Linear], args: argparse.Namespace,
-               seeds: dict[int, int], batch: bool, run: dict) -> Episode:
+               seeds: dict[int, int], batch: bool, number: int, run: dict) -> Episode:
     """Play as main.py does: all environments at each step, in batches with the draws of a forward.
 
     Args:
@@ -36,7 +42,8 @@ def one_by_one(envs: Envs, layers: tuple[nn.Linear, nn.Linear], args: argparse.N
         args: the flags of the run.
         seeds: of each rank's environments.
         batch: whether in batches, whose draws can be repeated.
-        run: the recorded episode: without batches, dropout masks and actions are taken from it.
+        number: of the episode, from 0: without batches, actions are drawn from its `uniforms`.
+        run: the recorded episode: without batches, dropout masks are taken from it.
 
     Returns:
         See `new_episode`.
@@ -45,6 +52,7 @@ def one_by_one(envs: Envs, layers: tuple[nn.Linear, nn.Linear], args: argparse.N
     ranks, n_envs = range(1, args.world_size), args.envs_per_observer
     episode = new_episode(envs)
     state = {(rank, k): env.reset(seed=seeds[rank] + k)[0] for (rank, k), env in envs.items()}
+    drawn = torch.stack([uniforms(rank - 1, number, n_envs) for rank in ranks], dim=1)
     for step in range(args.num_steps):
         x = hidden(torch.tensor([[state[rank, k].tolist() for k in range(n_envs)]
                                  for rank in ranks], device=hidden.weight.device))
@@ -55,13 +63,11 @@ def one_by_one(envs: Envs, layers: tuple[nn.Linear, nn.Linear], args: argparse.N
                 nn.functional.dropout(of_request, 0.6)
             x = x * torch.stack([run["masks"][rank - 1][step] for rank in ranks]).to(x)
         p = torch.softmax(output(torch.relu(x)), dim=-1)
-        drawn = torch.cat([torch.multinomial(together.reshape(-1, 2), 1).view(-1, n_envs)
-                           for together in ([p.detach()] if batch else p.detach())])
-        p, drawn = p.cpu(), drawn.cpu()
+        right = (torch.multinomial(p.detach().reshape(-1, 2), 1).view(-1, n_envs) if batch
+                 else drawn[step].to(p) > p[..., 0])
+        p = p.cpu()
         for (rank, k), env in envs.items():
-            action = drawn[rank - 1, k].item()
-            if not batch:
-                action = run[f"observer{rank}"]["actions"][k][step]
+            action = int(right[rank - 1, k])
             over = take_step(episode[rank, k], env, state[rank, k], p[rank - 1, k], action, args)
             state[rank, k] = env.reset()[0] if over else episode[rank, k]["next"]
     return end_of_episode(episode, args)
@@ -116,7 +122,6 @@ def take_step(of_env: dict[str, list], env: gym.Env, state: np.ndarray, p: torch
     """Step with an action of probabilities p in a state; return whether the stretch is over."""
     of_env["states"].append(state.tolist())
     of_env["actions"].append(action)
-    of_env["p_right"].append(p[1].item())
     of_env["log_probs"].append(torch.log(p[action]))
     of_env["next"], reward, fell, out_of_time, _ = env.step(action)
     of_env["rewards"].append(reward)

@@ -4,6 +4,9 @@ Each observer keeps the states and actions of its environments, the agent its re
 log-probabilities, loss, gradients and weights, and the plain one its dropout masks. Changed is only
 what lets a short run show every mistake:
 
+- actions that are not chosen in batches are drawn from numbers of each observer and step, and not
+  of whoever asks first;
+
 - float64: in float32 rounding would look like a small mistake, and could change an action;
 - observer1's environments have a time limit, so that stretches end in all three ways: the pole
   falls, time runs out, the episode is over;
@@ -15,6 +18,7 @@ what lets a short run show every mistake:
 
 import threading
 import time
+from collections import Counter
 from unittest import mock
 
 import gymnasium as gym
@@ -24,9 +28,11 @@ from common.recorder import Recorder, named_gradients, named_weights
 from gymnasium.vector import VectorEnv, VectorWrapper
 from torch import nn
 from torch.distributed import rpc
+from torch.distributions import Categorical
 
 from batch_rl import main as lesson
 from batch_rl import vector
+from batch_rl.play_check import uniforms
 
 TIME_LIMIT = 13  # steps, of observer1's environments
 ROWS = 100  # states in a piece of the training
@@ -206,7 +212,7 @@ def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
     @recorder.around(agent_class, "run_episode")
     def run_episode(original, agent, batch):
         now.clear()
-        now.update(batch=batch, masks={}, forwards=0, log_probs=[], locked=0)
+        now.update(batch=batch, masks={}, answered=Counter(), forwards=0, log_probs=[], locked=0)
         answering["agent"] = agent
         ep_reward = original(agent, batch)
         for rank in range(1, len(agent.ob_rrefs) + 1):
@@ -234,6 +240,16 @@ def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
         if not now["batch"]:
             now["masks"].setdefault(asking.ob_id, []).append((y / x).detach().cpu())
         return y
+
+    @recorder.around(Categorical, "sample")
+    def sample(original, distribution):
+        """Draw for each step of each observer numbers of its own, if it is not in batches."""
+        if now["batch"]:
+            return original(distribution)
+        p_left, step = distribution.probs[:, 0], now["answered"][asking.ob_id]
+        now["answered"][asking.ob_id] += 1
+        drawn = uniforms(asking.ob_id, len(episodes), len(p_left))[step]
+        return (drawn.to(p_left) > p_left).long()
 
     @recorder.around(vector.Group, "act")
     def act(original, group, *states):

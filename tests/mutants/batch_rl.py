@@ -38,6 +38,10 @@ MUTANTS = [
     Mutant("dropout never on", MAIN, "        x = self.dropout(x)\n", "", check="forwards"),
     Mutant("one dropout mask for all observers", MAIN, "x = self.dropout(x)",
            "x = x * self.dropout(torch.ones_like(x[:1]))", check="actions"),
+    Mutant("some actions are forced, one by one", MAIN, "return actions.tolist(), m.log_prob(actions)",
+           "forced = torch.tensor(states)[..., 0].abs() < 0.002  # the cart in the middle\n"
+           "        actions = torch.where(forced & (forced.dim() == 1), 1, actions)\n"
+           "        return actions.tolist(), m.log_prob(actions)", check="actions"),
     Mutant("the greedy action", MAIN, "actions = m.sample()", "actions = m.probs.argmax(-1)", check="actions"),
     Mutant("warm-up counted", MAIN, "if episode > 0:", "if episode >= 0:", check="times"),
     Mutant("times in the wrong row", MAIN, "timed[mode].append", "timed[SINGLE].append", check="times|error"),
