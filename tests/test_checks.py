@@ -34,10 +34,10 @@ CHECKS = {
         "--gamma 0 --world_size 2 --reward_threshold 2": 9,
     },
     "batch_rl.main": {
-        f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 18,
-        "--observers 1 --gamma 1": 18,
+        f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 16,
+        "--observers 1 --gamma 1": 16,
     },
-    "batch_rl.fast": {f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 18},
+    "batch_rl.fast": {f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 16},
     "batch_rl.vector": {
         f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 14,
         "--observers 2 --envs_per_observer 3 --gamma 1": 14,
