@@ -158,8 +158,9 @@ def gpu_page(tried):
     import torch
 
     failures = [failure for _, of_program in tried for failure in of_program]
-    refused = [failure for failure in failures if "status 2, " in failure]
-    failed = [failure for failure in failures if failure not in refused]
+    failed = [failure for failure in failures if "status 2, " not in failure]
+    refused = {f"{failure.split()[0]}`: {failure.split('status 2, error: ')[-1]}": None
+               for failure in failures if failure not in failed}  # each line once, in order
     return "\n".join([
         "# On a GPU", "",
         "`make gpu` (`benchmarks/compat.py`): the `--check` and a short run of every program with "
