@@ -2,7 +2,7 @@
 
 An oracle may hold what a rank sends and what it holds against a formula, too, and finds
 
-    zero2, bytes sent: first differs at step 1: 3.3e+07 in 5 processes, 1.9e+07 in one process (...
+    zero2, bytes sent: first differs at rank 0: 3.3e+07 in 5 processes, 1.9e+07 in one process (...
 
 An answer that costs more does not count as solved: a loop that sends each tensor to everyone would
 be right, too. One that costs less in one of these, and nothing more in another, is as good.
@@ -11,8 +11,8 @@ be right, too. One that costs less in one of these, and nothing more in another,
 import re
 
 HELD = re.compile(r"(weights|gradients|state) held( at most)?")
-COST = re.compile(rf"\w+, (calls|bytes sent|{HELD.pattern}|in flight|bubble): ")
-NUMBERS = re.compile(r"differs at step 1(?:, (\w+))?: (\S+) in [^,]+, (\S+) in ")
+COST = re.compile(rf"\w+, (calls|bytes sent|{HELD.pattern}|in flight|bubble|MB kept|forwards): ")
+NUMBERS = re.compile(r"differs at rank \d+(?:, (\w+))?: (\S+) in [^,]+, (\S+) in ")
 WHAT = {"weights": {"ja": "重み", "en": "weights"}, "gradients": {"ja": "勾配", "en": "gradients"},
         "state": {"ja": "オプティマイザーの状態", "en": "the optimizer's state"}}
 MB = 1e6

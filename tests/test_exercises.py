@@ -211,22 +211,24 @@ def test_static_words():
 
 
 @pytest.mark.parametrize(("failed", "wasted"), [
-    (["zero2, bytes sent: first differs at step 1: 3.2e+07 in 5 processes, 1.6e+07 in one process (1 numbers"],
+    (["zero2, bytes sent: first differs at rank 0: 3.2e+07 in 5 processes, 1.6e+07 in one process (1 numbers"],
      ["it sends 32.00 MB in a step, where 16.00 MB are enough."]),
-    (["uneven, bytes sent: first differs at step 1: 1231344 in 3 processes, 1231200 in one process (1 numbers"],
+    (["uneven, bytes sent: first differs at rank 0: 1231344 in 3 processes, 1231200 in one process (1 numbers"],
      ["it sends 1.2313 MB in a step, where 1.2312 MB are enough."]),
-    (["zero3, weights held at most: first differs at step 1: 8e+06 in 3 processes, 5e+06 in one process (1"],
+    (["zero3, weights held at most: first differs at rank 0: 8e+06 in 3 processes, 5e+06 in one process (1"],
      ["it holds up to 8.00 MB of weights, where 5.00 MB are enough."]),
-    (["overlap, calls: first differs at step 1, all_reduce: 68 in 2 processes, 5 in one process (1 numbers"],
+    (["overlap, calls: first differs at rank 0, all_reduce: 68 in 2 processes, 5 in one process (1 numbers"],
      ["it calls `all_reduce` 68 times in a step, where 5 are enough."]),
-    (["1f1b, in flight: first differs at step 1: 1 in 3 processes, 3 in one process (1 numbers of 1 step;",
-      "1f1b, bubble: first differs at step 1: 0.6666667 in 3 processes, 0.3333333 in one process (1 numb"],
+    (["1f1b, in flight: first differs at rank 0: 1 in 3 processes, 3 in one process (1 numbers of 1 step;",
+      "1f1b, bubble: first differs at rank 0: 0.6666667 in 3 processes, 0.3333333 in one process (1 numb"],
      ["it is idle for 67% of the time, where 33% are enough."]),
-    (["sequence, calls: first differs at step 1, all_reduce: 3 in 3 processes, 14 in one process (3 numbers"], []),
-    (["tensor, calls: first differs at step 1: all_gather, all_reduce on one side only (1 numbers of 1 step;"], []),
-    (["zero2, bytes sent: first differs at step 1: 1.6e+07 in 5 processes, 3.2e+07 in one process (1 numbers"], None),
+    (["recompute, forwards: first differs at rank 0: 3 in 2 processes, 2 in one process (2 numbers of 2 ranks"],
+     ["it computes forward 3 times, where 2 are enough."]),
+    (["sequence, calls: first differs at rank 0, all_reduce: 3 in 3 processes, 14 in one process (3 numbers"], []),
+    (["tensor, calls: first differs at rank 0: all_gather, all_reduce on one side only (1 numbers of 1 step;"], []),
+    (["zero2, bytes sent: first differs at rank 0: 1.6e+07 in 5 processes, 3.2e+07 in one process (1 numbers"], None),
     (["zero2, gradients: first differs at step 1, unit 0[0]: 2 in 5 processes, 1 in one process (1 numbers",
-      "zero2, bytes sent: first differs at step 1: 3.2e+07 in 5 processes, 1.6e+07 in one process (1 numbers"], None),
+      "zero2, bytes sent: first differs at rank 0: 3.2e+07 in 5 processes, 1.6e+07 in one process (1 numbers"], None),
 ])
 def test_static_waste(failed, wasted):
     """More than it has to be is waste; less is none; a wrong number is no cost at all."""

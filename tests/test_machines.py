@@ -66,7 +66,7 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
     "transformer_parallel/tensor_parallel.py": ((1, 1), "--steps 1"),
     "transformer_parallel/ring_attention.py": ((1, 1), "--steps 1"),
     "transformer_parallel/experts.py": ((1, 1), "--steps 1"),
-    "transformer_parallel/mesh.py": ((1, 1), "--steps 1 --ways data tensor data_tensor data_pipeline torch"),
+    "transformer_parallel/mesh.py": ((2, 2), "--steps 1 --ways data tensor data_tensor data_pipeline torch"),
     "transformer_parallel/recompute.py": ((1, 1), "--steps 1"),
     "transformer_parallel/pipeline.py": ((1, 1), "--steps 1"),
 }

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from collections import Counter
 
 import pytest
 
@@ -20,6 +21,8 @@ def test_the_table(name):
     """Enough of them, most of a program's for `--check`, and each still fits to its file."""
     table = table_of(name)
     assert len({mutant.name for mutant in table}) == len(table) >= 6
+    of_programs = Counter(mutant.program or mutant.file for mutant in table if name.startswith("transformer"))
+    assert all(number >= 8 for program, number in of_programs.items()), of_programs
     assert sum(bool(mutant.check) for mutant in table) >= 0.8 * len(table) or name in ("guards", "resume")
     for mutant in table:
         assert bool(mutant.check) != bool(mutant.test), mutant.name

@@ -13,7 +13,6 @@ import math
 import random
 import re
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
@@ -38,7 +37,7 @@ IN_FLOAT32 = 1e-6, "float32 rounding, not bfloat16's"
 UNITS = 48  # of the model: like its 144, they divide by 12 heads and by 2, 3 and 4 ranks
 STEPS = 2  # the second one needs what the first has left: moments, vectors, what was moved
 FLOAT64 = 8  # bytes
-NOT_DERIVED = ("dtensor", "torch", "moved", "pipelining")  # torch decides what is sent and held
+NOT_DERIVED = ("dtensor", "torch", "moved")  # torch decides what is sent and held
 FAR_FROM_ROUNDING = 1e-10  # for two probabilities
 State = dict[str, torch.Tensor]
 
@@ -72,6 +71,8 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     # there: the rank's gradients before they are averaged.
     everyone = []
     with Recorder() as recorder:
+        recorder.around(ring_attention, "start_hop")(watched_hop)
+
         @recorder.around(tutorial, "train")
         def train(original, rank, size, make_way, args):
             steps, own = [], []
@@ -113,14 +114,37 @@ def on_rank_0(steps: list[tuple[State, State]]) -> list[list[tuple[State, State]
     return everyone
 
 
+class Hop:
+    """Is a message of the ring, until somebody has waited for it."""
+
+    on_its_way = []
+
+    def __init__(self, request: dist.Work) -> None:
+        self.request = request
+        self.on_its_way.append(self)
+
+    def wait(self) -> None:
+        """Wait for it."""
+        self.request.wait()
+        self.on_its_way.remove(self)
+
+
+def watched_hop(start_hop: Callable, *tensors: torch.Tensor) -> list[Hop]:
+    """Start a hop of the ring; whoever computes meanwhile is counted in `watch_costs`."""
+    return [Hop(request) for request in start_hop(*tensors)]
+
+
 def watch_costs(way: object) -> None:
     """Add to a way's figures what only shows while it runs.
 
     "weights held at most": where ZeRO gathers units, the bytes after each gathering.
+    "gradients held at most": where it scatters them, the bytes before each scattering.
     "gradients behind a bucket": how many backward finds while a bucket is on its way.
+    "order of gradients": the names, as backward has found them in the last step, for DDP.
+    "hops behind attention": of the ring, in the last step, in which a rank computes meanwhile.
     "losses": how many were computed in the last step, one for each backward.
     """
-    most, counted, behind, losses = {}, way.figures, [], []
+    most, counted, behind, losses, order, hops = {}, way.figures, [], [], [], []
 
     def note(what, number):
         most[what] = max(number, most.get(what, 0))
@@ -132,7 +156,15 @@ def watch_costs(way: object) -> None:
             note("weights held at most", sum(results.storages_of(weights).values()))
         return gather_and_note
 
-    def noting_gradients(finish):
+    def noting_gradients(scatter_or_finish):
+        def note_and_go_on():
+            gradients = [parameter.grad for parameter in (*way.model.parameters(),
+                                                          *way.parameters())]
+            note("gradients held at most", sum(results.storages_of(gradients).values()))
+            scatter_or_finish()
+        return note_and_go_on
+
+    def noting_overlap(finish):
         def note_and_finish():
             note("gradients behind a bucket", len(behind))
             behind.clear()
@@ -142,21 +174,35 @@ def watch_costs(way: object) -> None:
     for unit in getattr(way, "units", []):
         note("weights held at most", 0)
         unit.gather_weights = noting_weights(unit.gather_weights)
-    if hasattr(way, "works"):
+        unit.scatter_gradients = noting_gradients(unit.scatter_gradients)
+    if hasattr(way, "units"):
         way.finish_gradients = noting_gradients(way.finish_gradients)
+    if hasattr(way, "works"):
+        way.finish_gradients = noting_overlap(way.finish_gradients)
         for parameter in way.model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: behind.extend(way.works[:1]))
+    if isinstance(way, tutorial.TorchDDP):
+        for name, parameter in way.model.module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    if isinstance(way, ring_attention.Ring):
+        def noting_hop(owner, pairs=way.pairs):
+            hops.extend([owner] if Hop.on_its_way else [])
+            return pairs(owner)
+
+        way.pairs = noting_hop
 
     def noting_loss(*piece, loss=way.loss):
         losses.append(piece)
         return loss(*piece)
 
     def noting_step(*batch, forward_backward=way.forward_backward):
-        losses.clear()
+        for of_last_step in (losses, order, hops):
+            of_last_step.clear()
         return forward_backward(*batch)
 
     way.loss, way.forward_backward = noting_loss, noting_step
-    way.figures = lambda: {**counted(), **most, "losses": len(losses)}
+    way.figures = lambda: {**counted(), **most, "losses": len(losses), "order of gradients": order,
+                           "hops behind attention": len(hops)}
 
 
 def held(way: object, what: str) -> State:
@@ -526,39 +572,51 @@ def hold_costs(findings: Comparison, way: str, reported: list[dict], args: Names
     n, sizes = args.world_size, {name: parameter.shape for name, parameter in
                                  whole_model(args).named_parameters()}
     if routed:
-        counts = [count for router in routed for count in router.wanted]
+        wanted = [router.wanted for router in routed]
         went = sum(sum(of_rank) for router in routed for of_rank in router.went)
-        for what, value in (("dropped", sum(counts) - went),
-                            ("fullest", max(counts)), ("emptiest", min(counts))):
+        for what, value in (("dropped", sum(map(sum, wanted)) - went),
+                            ("fullest", max(map(max, wanted))),
+                            ("emptiest", min(map(min, wanted))), ("tokens", wanted)):
             findings.equal(f"{way}, {what}", [rank["figures"][what] for rank in reported],
-                           [value] * n, "tokens of the last step")
+                           [value] * n, "of the last step", unit="rank")
     if args.program == tutorial.__name__:
         findings.equal(f"{way}, backwards", [rank["figures"]["losses"] for rank in reported],
                        [args.accumulate] * n, "of --accumulate, in the last step")
     if way in NOT_DERIVED:
         return
+    if way == "ddp":  # which fills its buckets in the order in which backward came to them
+        order = reported[0]["figures"]["order of gradients"]
+        sizes = {name: sizes[name] for name in reversed(order)}
     expected = (mixtures(routed) if routed else FORMULAS)[way](args, n, sizes)
-    most = max(reported, key=lambda rank: sum(rank["sent"].values()))
-    if "calls" in expected:
-        findings.equal(f"{way}, calls", [most["calls"]], [expected["calls"]], "counted, derived")
-    findings.close(f"{way}, bytes sent", [sum(most["sent"].values())], [expected["sent"]], 1e-12,
-                   "counted, derived; by the rank that sends most")
-    for what in ("weights", "gradients", "state"):
-        if what in expected:
-            findings.close(f"{way}, {what} held",
-                           [max(rank["held"][what] for rank in reported)], [expected[what]],
-                           1e-12, "bytes of the rank that holds most")
-    for what, value in expected.get("figures", {}).items():
-        findings.close(f"{way}, {what}", [max(rank["figures"][what] for rank in reported)],
-                       [value], 1e-12, "the formula")
+    counted = {"calls": [rank["calls"] for rank in reported],
+               "bytes sent": [sum(rank["sent"].values()) for rank in reported],
+               **{f"{what} held": [rank["held"][what] for rank in reported]
+                  for what in ("weights", "gradients", "state")},
+               **{what: [rank["figures"][what] for rank in reported]
+                  for what in expected if what in reported[0]["figures"]}}
+    for what, of_ranks in expected.items():
+        of_ranks = of_ranks if isinstance(of_ranks, list) else [of_ranks] * n
+        findings.close(f"{way}, {what}", counted[what], of_ranks, 1e-12, "counted, derived",
+                       unit="rank")
+
+
+# Each formula below gives the costs of a way: calls, bytes, figures. What is a list is of one rank
+# after the other; what is none is the same on all of them.
 
 
 def replicas(args: Namespace, n: int, sizes: dict[str, torch.Size], calls: int | None = None,
              ) -> dict:
-    """Compute the costs where every rank has all: 2 P (n-1)/n are sent, P, P and 2 P held."""
+    """Compute the costs where every rank has all: 2 P (n-1)/n are sent, P, P and 2 P held.
+
+    Args:
+        args: the parsed flags.
+        n: how many ranks there are.
+        sizes: of the parameters, by their names.
+        calls: of all_reduce; by default, one for each gradient.
+    """
     p = FLOAT64 * sum(map(math.prod, sizes.values()))
-    return {"sent": 2 * p * (n - 1) / n, "weights": p, "gradients": p, "state": 2 * p,
-            **({} if calls is None else {"calls": {"all_reduce": calls}})}
+    return {"calls": {"all_reduce": calls or len(sizes)}, "bytes sent": 2 * p * (n - 1) / n,
+            "weights held": p, "gradients held": p, "state held": 2 * p}
 
 
 def buckets(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
@@ -569,7 +627,12 @@ def buckets(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
 def overlap(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
     """Compute the same, where the first bucket leaves with its last gradient."""
     behind = len(sizes) - in_buckets(args, sizes)[0] + 1
-    return {**buckets(args, n, sizes), "figures": {"gradients behind a bucket": behind}}
+    return {**buckets(args, n, sizes), "gradients behind a bucket": behind}
+
+
+def ddp(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
+    """Compute the same; DDP cuts its buckets after the first step, which has a single one."""
+    return buckets(args, n, sizes) if args.steps > 1 else replicas(args, n, sizes, calls=1)
 
 
 def in_buckets(args: Namespace, sizes: dict[str, torch.Size]) -> list[int]:
@@ -596,12 +659,16 @@ def zero(stage: int) -> Callable[..., dict]:
         part = sum(parts)
         padded = n * part
         gathers = 2 if stage == 3 else 1
+        # Backward comes to the last unit first: of those behind it there are parts, of it all.
+        peaks = [FLOAT64 * unit + sum(parts[number + 1:])
+                 for number, unit in enumerate(units.values())]
         return {"calls": {"all_gather": gathers * len(units), "reduce_scatter": len(units)},
-                "sent": (1 + gathers) * part * (n - 1),
-                "weights": part if stage == 3 else padded,
-                "gradients": whole if stage == 1 else part, "state": 2 * part,
-                "figures": {"weights held at most":
-                            part + n * max(parts) if stage == 3 else padded}}
+                "bytes sent": (1 + gathers) * part * (n - 1),
+                "weights held": part if stage == 3 else padded,
+                "weights held at most": part + n * max(parts) if stage == 3 else padded,
+                "gradients held": whole if stage == 1 else part,
+                "gradients held at most": whole if stage == 1 else max(peaks),
+                "state held": 2 * part}
     return formula
 
 
@@ -609,10 +676,13 @@ def fsdp(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
     """Compute what `fully_shard` sends and holds: it pads each parameter to as many rows."""
     part = FLOAT64 * sum(math.ceil(size[0] / n) * math.prod(size[1:]) for size in sizes.values())
     units = len({re.match(r"blocks\.\d+|\w+", name)[0] for name in sizes})
+    # Without the padding: of 3 rows, 2 ranks step 2 and 1.
+    stepped = [FLOAT64 * sum(max(0, min(rows := math.ceil(size[0] / n), size[0] - rank * rows))
+                             * math.prod(size[1:]) for size in sizes.values())
+               for rank in range(n)]
     return {"calls": {"all_gather": 2 * units, "reduce_scatter": units},
-            "sent": 3 * part * (n - 1), "weights": part, "gradients": part, "state": 2 * sum(
-        FLOAT64 * min(math.ceil(size[0] / n), size[0]) * math.prod(size[1:])
-        for size in sizes.values())}
+            "bytes sent": 3 * part * (n - 1), "weights held": part, "gradients held": part,
+            "state held": [2 * of_rank for of_rank in stepped]}
 
 
 def tensor(sequence: bool) -> Callable[..., dict]:
@@ -641,9 +711,9 @@ def tensor(sequence: bool) -> Callable[..., dict]:
         norms = 2 * Shape().units + 2 * 2
         kept = (2 * Shape().units + (12 * Shape().units + Shape().heads) / n
                 + (norms / n if sequence else norms)) * tokens * args.blocks
-        return {"calls": calls, "sent": 2 * ring * (passes * activations + small),
-                "weights": held, "gradients": held, "state": 2 * held,
-                "figures": {"MB kept": kept / 1e6}}
+        return {"calls": calls, "bytes sent": 2 * ring * (passes * activations + small),
+                "weights held": held, "gradients held": held, "state held": 2 * held,
+                "MB kept": kept / 1e6}
     return formula
 
 
@@ -653,7 +723,7 @@ def grid(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
     of_row = Namespace(**{**vars(args), "batch_size": args.batch_size // rows})
     costs = tensor(False)(of_row, args.row, sizes)
     return {**costs, "calls": {"all_reduce": costs["calls"]["all_reduce"] + len(sizes)},
-            "sent": costs["sent"] + 2 * costs["gradients"] * (rows - 1) / rows}
+            "bytes sent": costs["bytes sent"] + 2 * costs["gradients held"] * (rows - 1) / rows}
 
 
 def numbers_of_stages(args: Namespace, stages: int,
@@ -671,40 +741,44 @@ def numbers_of_stages(args: Namespace, stages: int,
 
 def grid_of_stages(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
     """Compute the costs of a pipeline in each row, and of averages along columns."""
-    rows, m, costs = n // args.row, args.micro_batches, []
-    activations = FLOAT64 * args.batch_size // rows * args.seq_len * Shape().units
-    for stage, mine in enumerate(numbers_of_stages(args, args.row, sizes)):
-        batches = (stage > 0) + (stage < args.row - 1)
-        calls = Counter(all_reduce=len(mine), send=m * batches)
-        p = FLOAT64 * sum(mine)
-        costs.append({"calls": dict(+calls), "weights": p, "gradients": p, "state": 2 * p,
-                      "sent": activations * batches + 2 * p * (rows - 1) / rows})
-    most = max(costs, key=lambda of_stage: of_stage["sent"])
-    held = {what: max(of_stage[what] for of_stage in costs)
-            for what in ("weights", "gradients", "state")}
-    return {**most, **held, "figures": {"in flight": min(args.row, m),
-                                        "bubble": (args.row - 1) / (m + args.row - 1)}}
+    rows = n // args.row
+    of_row = Namespace(**{**vars(args), "batch_size": args.batch_size // rows})
+    costs = pipeline(1, one_f_one_b)(of_row, args.row, sizes)
+    averaged = [2 * p * (rows - 1) / rows for p in costs["gradients held"]]
+    costs["bytes sent"] = [sum(pair) for pair in zip(costs["bytes sent"], averaged, strict=True)]
+    costs["calls"] = [{**calls, "all_reduce": len(mine)} for calls, mine in
+                      zip(costs["calls"], numbers_of_stages(args, args.row, sizes), strict=True)]
+    return {what: of_row if what == "bubble" else of_row * rows for what, of_row in costs.items()}
 
 
-def pipeline(stages: int, in_flight: Callable[[int, int], int]) -> Callable[..., dict]:
+def pipeline(stages: int, in_flight: Callable[[int, int, int], int] | None,
+             ) -> Callable[..., dict]:
     """Return the formula of a pipeline with so many stages on each rank.
 
     Args:
         stages: of a rank.
-        in_flight: `in_flight(ranks, micro_batches)`: what the fullest rank holds.
+        in_flight: `in_flight(rank, ranks, micro_batches)`: how many a rank holds; None for torch's,
+            which does not tell.
     """
     def formula(args, n, sizes):
         m, of_stages = args.micro_batches, numbers_of_stages(args, stages * n, sizes)
         activations = FLOAT64 * args.batch_size * args.seq_len * Shape().units
-        # In the middle, each stage of a rank sends a batch on, and its gradients back; the rank of
-        # the first stage sends none back, that of the last one none on.
-        batches = 2 * stages - (1 if n == 2 else 0)
-        p = FLOAT64 * max(sum(map(sum, of_stages[rank::n])) for rank in range(n))
-        return {"calls": {"send": m * batches}, "sent": activations * batches,
-                "weights": p, "gradients": p, "state": 2 * p,
-                "figures": {"in flight": in_flight(n, m),
-                            "bubble": (n - 1) / (stages * m + n - 1)}}
+        # Each stage of a rank sends a batch on, and its gradients back; but the first stage sends
+        # none back, and the last one none on.
+        batches = [2 * stages - (rank == 0) - (rank == n - 1) for rank in range(n)]
+        p = [FLOAT64 * sum(map(sum, of_stages[rank::n])) for rank in range(n)]
+        told = in_flight and {"in flight": [in_flight(rank, n, m) for rank in range(n)],
+                              "bubble": (n - 1) / (stages * m + n - 1)}
+        return {"calls": [{"send": m * number} if number else {} for number in batches],
+                "bytes sent": [activations * number for number in batches],
+                "weights held": p, "gradients held": p,
+                "state held": [2 * of_rank for of_rank in p], **(told or {})}
     return formula
+
+
+def one_f_one_b(rank: int, n: int, m: int) -> int:
+    """Return how many micro-batches a rank holds until its first backward."""
+    return min(n - rank, m)
 
 
 def context(way: str) -> Callable[..., dict]:
@@ -720,15 +794,17 @@ def context(way: str) -> Callable[..., dict]:
         costs = buckets(args, n, sizes)
         if way == "gather":
             calls = {"all_gather": args.blocks, "reduce_scatter": args.blocks}
-            sent, held, scores = 2 * (n - 1) * once, n * b, 1 / n
+            sent, held, scores, hops = 2 * (n - 1) * once, n * b, 1 / n, 0
         else:
             calls = {"all_to_all" if way == "torch_ring" else "send": args.blocks * (3 * n - 2)}
             sent, held = (3 * n - 2) * once, min(n, 3) * b
-            # The last rank looks at all of n pieces; of 2 n pieces, each rank has 2 n + 1 pairs.
-            scores = 1 / n if way == "ring" else (2 * n + 1) / (2 * n) ** 2
-        figures = {"MB of K, V": held / 1e6, "scores": scores}
-        return costs | {"calls": costs["calls"] | calls, "sent": costs["sent"] + sent,
-                        "figures": {} if way == "torch_ring" else figures}
+            # Of n pieces, a rank looks at its own and those in front; of 2 n, at 2 n + 1 pairs.
+            scores = [(rank + 1) / n**2 if way == "ring" else (2 * n + 1) / (2 * n) ** 2
+                      for rank in range(n)]
+            hops = 2 * args.blocks * (n - 1)  # of K and V, forward and backward
+        told = {"MB of K, V": held / 1e6, "scores": scores, "hops behind attention": hops}
+        return costs | {"calls": costs["calls"] | calls, "bytes sent": costs["bytes sent"] + sent,
+                        **({} if way == "torch_ring" else told)}
     return formula
 
 
@@ -746,13 +822,16 @@ def mixtures(routed: list[Routed]) -> dict[str, Callable[..., dict]]:
             capacity = capacity_of(args.batch_size // n * args.seq_len, args)
             rows = 2 * args.blocks * args.experts * capacity * (n - 1) / n  # in a forward
             counts = 8 * args.blocks * args.experts * (n - 1) / n if uneven else 0
-            if uneven:
-                rows = max(sum(leaving(router, rank, n) for router in routed) for rank in range(n))
+            rows = [sum(leaving(router, rank, n) for router in routed) if uneven else rows
+                    for rank in range(n)]
             costs = buckets(args, n, shared)
-            return {"calls": costs["calls"] | {"all_to_all": (5 if uneven else 4) * args.blocks},
-                    "sent": costs["sent"] + counts + 2 * rows * FLOAT64 * Shape().units,
-                    **{what: costs[what] + (2 if what == "state" else 1) * of_experts
-                       for what in ("weights", "gradients", "state")}}
+            costs["calls"]["all_to_all"] = (5 if uneven else 4) * args.blocks
+            sent = costs.pop("bytes sent")
+            return {"calls": costs.pop("calls"),
+                    "bytes sent": [sent + counts + 2 * of_rank * FLOAT64 * Shape().units
+                                   for of_rank in rows],
+                    **{what: held + (2 if what == "state held" else 1) * of_experts
+                       for what, held in costs.items()}}
         return formula
 
     return {"replicas": buckets, "experts": sharded(False), "uneven": sharded(True),
@@ -776,8 +855,8 @@ def recomputing(forwards: int) -> Callable[..., dict]:
         tokens = args.batch_size // n * args.seq_len
         kept = (math.ceil(args.blocks / args.every) * Shape().units if forwards == 2 else
                 args.blocks * (16 * Shape().units + 2 * 2 + Shape().heads))
-        return buckets(args, n, sizes) | {"figures": {
-            "forwards": forwards, "MB kept": FLOAT64 * tokens * kept / 1e6}}
+        return buckets(args, n, sizes) | {"forwards": forwards,
+                                          "MB kept": FLOAT64 * tokens * kept / 1e6}
     return formula
 
 
@@ -790,30 +869,28 @@ def in_bfloat16(inputs: int) -> Callable[..., dict]:
     def formula(args, n, sizes):
         # Whose float32 is half of what the other formulas count, also of what fills a bucket.
         costs = buckets(Namespace(**{**vars(args), "bucket_kb": 2 * args.bucket_kb}), n, sizes)
-        halves = {what: costs[what] / 2 for what in ("sent", "weights", "gradients", "state")}
+        halves = {what: cost / 2 for what, cost in costs.items() if what != "calls"}
         # In float32: mean and deviation of two norms, and of each head the sum of a softmax.
         of_token = 2 * inputs * Shape().units + 4 * (2 * 2 + Shape().heads)
         copies = 2 * sum(math.prod(size) for name, size in sizes.items()
                          if re.search(r"(attention|mlp)\..*weight", name))
         kept = args.batch_size // n * args.seq_len * of_token * args.blocks + copies
-        return costs | halves | {"figures": {"forwards": 1, "MB kept": kept / 1e6}}
+        return costs | halves | {"forwards": 1, "MB kept": kept / 1e6}
     return formula
 
 
 FORMULAS = {
-    "each": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)),
-    "replicas": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)),
-    "buckets": buckets, "overlap": overlap, "ddp": replicas,
+    "each": replicas, "replicas": replicas, "buckets": buckets, "overlap": overlap, "ddp": ddp,
     "zero1": zero(1), "zero2": zero(2), "zero3": zero(3), "fsdp": fsdp,
     "tensor": tensor(False), "sequence": tensor(True),
-    "data": lambda args, n, sizes: replicas(args, n, sizes, len(sizes)), "data_tensor": grid,
-    "data_pipeline": grid_of_stages,
+    "data": replicas, "data_tensor": grid, "data_pipeline": grid_of_stages,
     **{way: context(way) for way in ring_attention.WAYS},
     "plain": recomputing(1), "recompute": recomputing(2), "checkpoint": recomputing(2),
     # The norms' inputs stay in float32 (4), and are kept in bfloat16, too, for what follows (2);
     # query, key, value, what attention found (4), in the MLP four times the units, twice (8).
     # `autocast` keeps one norm's output three times, for query, key and value.
     "bf16": in_bfloat16(18), "autocast": in_bfloat16(20),
-    "gpipe": pipeline(1, lambda n, m: m), "1f1b": pipeline(1, min),
-    "interleaved": pipeline(2, lambda n, m: min(2 * m, 3 * n - 1)),
+    "gpipe": pipeline(1, lambda rank, n, m: m), "1f1b": pipeline(1, one_f_one_b),
+    "interleaved": pipeline(2, lambda rank, n, m: min(2 * m, 3 * n - 1 - 2 * rank)),
+    "pipelining": pipeline(1, None), "pipeline": pipeline(1, one_f_one_b),
 }

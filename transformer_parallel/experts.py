@@ -190,12 +190,13 @@ class Replicas(Buckets):
         return loss + self.weight * sum(layer.balance for layer in self.layers)
 
     def figures(self) -> dict[str, float]:
-        """Return how many tokens were dropped in the last step, and how full experts were."""
+        """Return how many tokens wanted each expert in the last step, and how many were dropped."""
         counts = torch.stack([torch.cat([layer.counts, layer.dropped[None]])
                               for layer in self.layers])
         dist.all_reduce(counts)
-        return {"dropped": counts[:, -1].sum().item(), "fullest": counts[:, :-1].max().item(),
-                "emptiest": counts[:, :-1].min().item()}
+        wanted, dropped = counts[:, :-1], counts[:, -1]
+        return {"dropped": dropped.sum().item(), "fullest": wanted.max().item(),
+                "emptiest": wanted.min().item(), "tokens": wanted.tolist()}
 
 
 class Sharded(Replicas):
@@ -242,8 +243,12 @@ def with_experts(model: Transformer, args: Namespace,
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Write and print what the other programs do, of a model that has experts."""
-    return results.finish(metrics, args, with_experts(Transformer(Shape(blocks=args.blocks)), args))
+    """Write and print what the other programs do, and how many tokens wanted each expert."""
+    model = with_experts(Transformer(Shape(blocks=args.blocks)), args)
+    whole = results.finish(metrics, args, model)
+    for block, tokens in enumerate(whole["rows"][0]["figures"]["tokens"]):
+        print(f"tokens that wanted each expert of block {block}: {' '.join(map(str, tokens))}")
+    return whole
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:

@@ -17,6 +17,7 @@ only this rank's part of the gradients.
     --ways           the model                        the batch
     data             whole on each rank               a part for each rank
     tensor           each layer cut for all ranks     whole on each rank
+    pipeline         the list of layers cut for all   whole on each rank, in pieces
     data_tensor      each layer cut in a row          a part for each row: the gradients are
     data_pipeline    the list of layers cut in a row      averaged along the columns
     torch            parallelize_module in a row, fully_shard in a column: no part is there twice
@@ -26,8 +27,8 @@ A checkpoint of `torch.distributed.checkpoint` (DCP) knows of each DTensor which
 whole each rank had. Whoever loads it asks for other rectangles, on as many ranks as there are then.
 Each reads what others have written: on several machines, `moved` needs a folder that all share.
 
-    python transformer_parallel/mesh.py                            all six, on 2 x 2 ranks
-    python transformer_parallel/mesh.py --world_size 6 --row 3
+    python transformer_parallel/mesh.py                            all seven, on 2 x 2 ranks
+    python transformer_parallel/mesh.py --world_size 6 --row 3 --blocks 6
     python transformer_parallel/mesh.py --check                    the same numbers as one process?
 
 Real code: torchtitan, https://github.com/pytorch/torchtitan. Source: Narayanan et al., "Efficient
@@ -138,7 +139,7 @@ class Moved(TorchMesh):
         return {"model": model, "optimizer": optimizer}
 
 
-WAYS = {"data": Each, "tensor": TensorParallel, "data_tensor": DataTensor,
+WAYS = {"data": Each, "tensor": TensorParallel, "pipeline": OneFOneB, "data_tensor": DataTensor,
         "data_pipeline": DataPipeline, "torch": TorchMesh, "moved": Moved}
 
 
@@ -168,7 +169,7 @@ def build_parser() -> Parser:
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--row", type=count, default=2, metavar="N", help="ranks that have the model once")
     add("--micro_batches", type=count, default=4, metavar="N",
-        help="pieces of a row's part of the batch, for data_pipeline")
+        help="pieces of the batch that ranks of a pipeline see")
     return parser
 
 
@@ -187,14 +188,14 @@ def main(argv: list[str] | None = None) -> dict | None:
         if number % cuts:
             refuse(f"{cuts} ranks that share each layer must divide the model's {number} {what}: "
                    "see --world_size and --row")
-    if "data_pipeline" in args.ways:
-        if args.blocks < args.row:
-            refuse(f"--blocks {args.blocks} must be at least {args.row}: one for each stage of "
-                   "--ways data_pipeline")
-        rows = args.batch_size * args.row // args.world_size
-        if rows % args.micro_batches:
+    for way, stages in (("pipeline", args.world_size), ("data_pipeline", args.row)):
+        rows = args.batch_size * stages // args.world_size
+        if way in args.ways and args.blocks < stages:
+            refuse(f"--blocks {args.blocks} must be at least {stages}: one for each stage of "
+                   f"--ways {way}")
+        if way in args.ways and rows % args.micro_batches:
             refuse(f"--micro_batches {args.micro_batches} must divide the {rows} rows of the "
-                   "batch that a row of ranks sees")
+                   f"batch that {stages} ranks of --ways {way} see")
     return run_program(run_worker, args, role_name, results.finish)
 
 

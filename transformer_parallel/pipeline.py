@@ -3,10 +3,11 @@ r"""Pipeline parallelism: each rank has some blocks; micro-batches pass through 
 Stage s is on rank s % ranks. Whoever waits for the stage before (in backward, behind) is idle: the
 bubble. The order in which a rank computes decides how long, and how many micro-batches it holds:
 
-    --ways        order of a rank                      bubble                  held at most
-    gpipe         all forwards, then all backwards     (n-1) / (m+n-1)         m
-    1f1b          a backward as soon as there is one   the same                n - rank
-    interleaved   two short stages in place of one     (n-1) / (2m+n-1)        more than 1f1b
+    --ways        order of a rank                      bubble              held at most
+    gpipe         all forwards, then all backwards     (n-1) / (m+n-1)     m
+    1f1b          a backward as soon as there is one   the same            n - rank
+    interleaved   two short stages in place of one     (n-1) / (2m+n-1)    3n - 1 - 2 rank, in one
+                                                                           of its two stages each
     pipelining    torch's Schedule1F1B, the second
 
 Of n ranks and m micro-batches, where a backward takes twice as long as a forward. Here four ranks

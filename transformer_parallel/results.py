@@ -208,7 +208,8 @@ def finish(metrics: dict, args: Namespace, model: Transformer | None = None) -> 
     whole = {"parameters": n_parameters, "rows": rows}
     whole = report.save_metrics(args, whole, metrics["backend"], device)
     held, others = list(rows[0]["held_mb"]), list(dict.fromkeys(
-        what for row in rows for what in row["figures"]))
+        what for row in rows for what, figure in row["figures"].items()
+        if not isinstance(figure, list)))
     waited = any(row["waited_ms"] > 1 for row in rows)
     print(f"\n{'':12}{'sent':>11}" + "".join(f"{what:>12}" for what in (*held, *others))
           + f"{'a step':>10}{'waiting' if waited else '':>{10 * waited}}{'loss':>9}")

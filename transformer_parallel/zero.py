@@ -186,7 +186,9 @@ class Zero3(Zero2):
         unit.free()
 
     def after_step(self) -> None:
-        """Return at once: the next forward fetches what it needs."""
+        """Drop the gradients; the next forward fetches the weights that it needs."""
+        for unit in self.units:
+            unit.part.grad = None
 
 
 class TorchFSDP(Way):

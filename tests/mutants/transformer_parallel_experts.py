@@ -26,6 +26,7 @@ MUTANTS = [
     _experts("a place too few", "capacity = math.ceil(", "capacity = math.floor(", "replicas, (gradients|dropped)"),
     _experts("places are counted over experts, not tokens", "wanted.cumsum(0)", "wanted.cumsum(1)", "replicas, (gradients|dropped)|error"),
     _experts("the least probable expert", "probabilities.max(-1)", "probabilities.min(-1)", "replicas, (gradients|dropped)"),
+    _experts("tokens of one rank for those of all", "        dist.all_reduce(counts)\n", "", "replicas, (tokens|dropped)"),
     _experts("kept for dropped", "(~kept).sum()", "kept.sum()", "replicas, dropped"),
     _experts("an expert's gradient is that of all losses' sum",
              "            for parameter in layer.experts.parameters():\n                parameter.grad /= self.size\n",

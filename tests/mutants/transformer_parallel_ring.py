@@ -36,6 +36,8 @@ MUTANTS = [
           "ring, (gradients|losses)|error"),
     _ring("nobody waits for what arrives", "        for request in requests:\n            request.wait()\n        kv = arriving\n",
           "        kv = arriving\n", "ring, (gradients|losses)|error"),
+    _ring("nobody computes while K and V travel", "        yield (rank - hop) % n, kv\n        for request in requests:\n            request.wait()\n",
+          "        for request in requests:\n            request.wait()\n        yield (rank - hop) % n, kv\n", "ring, hops behind attention"),
     _ring("torch gathers K and V", '        torch_attention.set_rotate_method("alltoall")  # by default, all K and V are gathered\n', "",
           "torch_ring, (calls|bytes)"),
     _ring("torch adds in float32", "convert_to_f32 = False", "convert_to_f32 = True", "torch_ring, gradients"),
