@@ -98,6 +98,7 @@ KILLED = -9
 STOPPED_BOTH = "; stopped 2 other processes"
 FORK_SERVER = f"the fork server was killed{STOPPED_BOTH}"
 GONE = "ended: its launcher is gone"
+NOT_STARTED = "cannot start 1 process: the fork server has ended"
 NOT_WATCHED = "is not watched: the process beside it"
 
 # way in, phase -> rows. The run has two ranks, role0 and role1.
@@ -145,6 +146,10 @@ OF_A_LAUNCHER = {
         Beside("fork server SIGSTOP", "the fork server is frozen", "フォークサーバーが凍結する", status=0),
         Beside("tracker SIGKILL", "the resource tracker is killed", "リソーストラッカーがkillされる", status=0),
         Beside("tracker SIGSTOP", "the resource tracker is frozen", "リソーストラッカーが凍結する", status=0),
+    ],
+    ("manual", "import"): [
+        Beside("fork server SIGKILL", "the fork server is killed", "フォークサーバーがkillされる",
+               rf"rank 1 \(role1\) {NOT_STARTED}", others=rf"rank 1 \(role1\) {NOT_STARTED}; stopped 1 other process"),
     ],
     ("manual", "run"): [
         Beside("launcher SIGKILL", "the launcher is killed", "ランチャーがkillされる", status=KILLED,

@@ -144,8 +144,6 @@ def pid_of(who, run, folder, phase):
         return run.pid
     if name == "tracker":
         return next(pid for pid in children(run.pid) if "resource_tracker" in command_of(pid))
-    if name == "fork server" and phase == "import":
-        return int(wait_for(folder / "import.in"))
     if name == "fork server":
         return next(pid for pid in children(run.pid) if "forkserver" in command_of(pid))
     of_rank = int(wait_for(folder / f"{phase}{rank}.in"))

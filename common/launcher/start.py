@@ -86,8 +86,7 @@ def _start_and_watch(run_worker: Callable, args: Namespace, names: list[str]) ->
         except KeyboardInterrupt:
             verdict = watch.Failure(ranks[0], "was interrupted")
         except CannotStartError as error:
-            print(f"error: cannot start {count(ranks)}: {error}", file=sys.stderr, flush=True)
-            raise SystemExit(1) from None
+            verdict = watch.Failure(args.rank, f"cannot start {count(ranks)}: {error}")
         finally:
             if launcher:
                 launcher.close(verdict)
@@ -97,7 +96,8 @@ def _start_and_watch(run_worker: Callable, args: Namespace, names: list[str]) ->
             print(f"\ninterrupted; stopped {count(ranks)}", file=sys.stderr, flush=True)
             raise SystemExit(130)
         if verdict:
-            watch.report(verdict, names, len([rank for rank in ranks if rank != verdict.rank]))
+            started = [process.rank for process in processes.by_rank.values()]
+            watch.report(verdict, names, sum(rank not in (None, verdict.rank) for rank in started))
             raise SystemExit(1)
     return results[0] if results else None
 
