@@ -223,8 +223,11 @@ def map_of(walk, language, folder):
              "|---|---|---|---|"]
     for row in json.loads((ROOT / "docs/walk" / f"{walk}.json").read_text()):
         if "heading" in row:
-            there = row["see"] and place(in_language(row["see"], language), folder)
-            lines.append(f"| {row['cell']} | **{row['heading']}** | {there} | |")
+            suffix = "_ja" if language == "ja" else ""
+            see = row.get(f"see{suffix}", row["see"])
+            there = see and place(in_language(see, language), folder)
+            note = row.get(f"note{suffix}", "")
+            lines.append(f"| {row['cell']} | **{row['heading']}** | {there} | {note} |")
             continue
         outer = {name: there for name, there in row["names"].items() if "__init__" not in name}
         outer = outer or row["names"]
@@ -243,8 +246,8 @@ def map_of(walk, language, folder):
 
 def in_language(see, language):
     """The Japanese page in the place of an English one, for a Japanese reader, if there is one."""
-    japanese = see.replace(".md", ".ja.md")
-    return japanese if language == "ja" and (ROOT / japanese).exists() else see
+    japanese = see if ".ja.md" in see else see.replace(".md", ".ja.md")
+    return japanese if language == "ja" and (ROOT / japanese.partition("#")[0]).exists() else see
 
 
 def place(there, folder):
@@ -252,7 +255,7 @@ def place(there, folder):
     path, _, name = there.partition("::")
     target = os.path.relpath(ROOT / path, folder)
     if not name:
-        return f"[`{path}`]({target})"
+        return f"[`{path.partition('#')[0]}`]({target})"
     return f"[`{name}`]({target}#L{node_of(path, name).lineno})"
 
 

@@ -265,6 +265,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     so itself any more: one under torchrun that failed.
     """
     path, *flags = (sys.argv[1:] if argv is None else argv) or [""]
+    if path in ("-h", "--help"):
+        return print(__doc__)
     if Path(path, RECORD).is_dir():
         return save(Path(path, RECORD), failed=True)
     file = timeline.lesson_file(str(Path(path).resolve()))
