@@ -274,10 +274,7 @@ def compare(run_worker: Callable[..., dict | None], args: argparse.Namespace) ->
     for observers in args.observers:  # each starts anew: waiting processes would take time
         args.world_size = observers + 1
         runs[observers] = program.launch(run_worker, args, role_name)
-    metrics = None
-    if None not in runs.values():
-        metrics = finish(runs, args)
-        print(f"results: {args.output_dir}")
+    metrics = program.conclude(None if None in runs.values() else runs, args, finish)
     program.end_at_once(run_worker)
     return metrics
 

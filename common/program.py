@@ -38,12 +38,18 @@ def run_program(run_worker: Callable[[int, int, Namespace], dict | None], args: 
     if args.check:
         result = check(run_worker, args)
     else:
-        metrics = launch(run_worker, args, role_name)
-        result = None
-        if metrics is not None:
-            result = finish(metrics, args)
-            print(f"results: {args.output_dir}")
+        result = conclude(launch(run_worker, args, role_name), args, finish)
     end_at_once(run_worker)
+    return result
+
+
+def conclude(metrics: dict | None, args: Namespace,
+             finish: Callable[[dict, Namespace], dict]) -> dict | None:
+    """Show what a run has returned, in the process that reports; see `run_program`."""
+    if metrics is None:
+        return None
+    result = finish(metrics, args)
+    print(f"results: {args.output_dir}")
     return result
 
 

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 from common import report
 
-from p2p_collectives.check import single_process  # what each operation should give
+from p2p_collectives.expected import single_process
 
 COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter",
                "all_to_all", "barrier", "new_group"]
