@@ -53,6 +53,11 @@ WORKERS = ["worker1", "worker2"]
 ARCHS = {"resnet18": ("BasicBlock", [2, 2, 2, 2]), "resnet50": ("Bottleneck", [3, 4, 6, 3])}
 
 
+def role_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank: 0 is the master, the others have a shard each."""
+    return [MASTER_NAME, *WORKERS][rank]
+
+
 def conv1x1(in_planes: int, out_planes: int, stride: int = 1) -> nn.Conv2d:
     """Make a convolution of single pixels."""
     return nn.Conv2d(in_planes, out_planes, kernel_size=1, stride=stride, bias=False)
@@ -194,13 +199,6 @@ class DistResNet50(nn.Module):
                 for param in rref.remote().parameter_rrefs().to_here()]
 
 
-class SGD(optim.SGD):
-    """Steps as torch's, so that steps can be recorded. Tutorial: `optim.SGD`.
-
-    For that itself, `DistributedOptimizer` has a functional form, which never calls `step()`.
-    """
-
-
 def run_master(args: argparse.Namespace) -> dict:
     """Train with all numbers of micro-batches in turns; return what results.py's `finish` takes."""
     # Tutorial: new processes for each number, and their start within the measured time.
@@ -209,7 +207,7 @@ def run_master(args: argparse.Namespace) -> dict:
     # The gradients are in the context, not in `.grad`: a plain optimizer would do nothing.
     # And here the shards' types become known: an RRef that has to ask for its type first sends an
     # `rpc_async()` from another thread, outside of the context, and its gradients are lost.
-    opt = DistributedOptimizer(SGD, model.parameter_rrefs(), lr=args.lr)
+    opt = DistributedOptimizer(optim.SGD, model.parameter_rrefs(), lr=args.lr)
     inputs, labels = get_batch(args)  # Tutorial: anew for each batch; losses do not compare.
     batches = Batches(MASTER_NAME, args)
     for batch in range(args.num_batches + 1):  # the first one is a warm-up
@@ -224,11 +222,6 @@ def run_master(args: argparse.Namespace) -> dict:
                 opt.step(context_id)
             batches.add(batch, num_split, started, loss)
     return batches.metrics(fetch_work(WORKERS))
-
-
-def role_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank: 0 is the master, the others have a shard each."""
-    return [MASTER_NAME, *WORKERS][rank]
 
 
 def run_worker(rank: int, world_size: int, args: argparse.Namespace,

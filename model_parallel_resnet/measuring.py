@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from common.session import keep_memory
 from common.tracing import timeline
-from torch import nn
+from torch import nn, optim
 from torch.distributed import rpc
+from torch.distributed.optim import utils as distributed_optim
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -189,6 +190,9 @@ def _first_layer(node: torch.autograd.graph.Node) -> torch.autograd.graph.Node:
 
 def _record_steps() -> None:
     """Record the steps of all optimizers in this process."""
+    # In the place of torch's SGD, `DistributedOptimizer` would take a functional form, which never
+    # steps. Private: where this table is gone, it has no such forms, either.
+    getattr(distributed_optim, "functional_optim_map", {}).pop(optim.SGD, None)
     here = threading.local()
 
     def begin(*_):
