@@ -14,7 +14,7 @@ import tempfile
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -148,10 +148,13 @@ def pieces_of(rank: int, size: int, n_samples: int, n_steps: int,
 
 
 class Seen:
-    """Keeps of one rank the `steps` of each training, what that has `reported`; small `parts`."""
+    """Keeps of one rank the `steps` of each training, what that has `reported`; small `parts`.
+
+    `seconds` is what its clock says: a step takes 1, an evaluation or a checkpoint 1000.
+    """
 
     def __init__(self) -> None:
-        self.steps, self.reported, self.parts = {}, {}, []
+        self.steps, self.reported, self.parts, self.seconds = {}, {}, [], 0
         self.step = {}  # the one that is being made
 
     def begin(self, training: str) -> None:
@@ -162,6 +165,8 @@ class Seen:
         """Note the images of a training step, after the forward of any module."""
         if isinstance(module, tutorial.Net) and module.training and torch.is_grad_enabled():
             self.step["images"] = fingerprints(inputs[0])
+        elif isinstance(module, tutorial.Net):
+            self.seconds += 1000
 
     def will_step(self, optimizer: optim.Optimizer) -> None:
         """Note the gradients: on a GPU, a step with momentum changes them."""
@@ -173,7 +178,7 @@ class Seen:
         self.step |= {"weights": flat(parameters_of(optimizer)),
                       "settings": [settings[name] for name in ("lr", "momentum", "nesterov")]}
         self.steps[self.training].append(self.step)
-        self.step = {}
+        self.step, self.seconds = {}, self.seconds + 1
 
 
 def parameters_of(optimizer: optim.Optimizer) -> list[nn.Parameter]:
@@ -189,6 +194,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     resuming = Namespace(**{**vars(args), "resume": True, "checkpoint": first_epoch})
     with Recorder() as recorder:
         recorder.put(tutorial, "load_data", load_float64)
+        recorder.put(tutorial.results, "time", SimpleNamespace(perf_counter=lambda: seen.seconds))
         recorder.on_forward(after=seen.forward)
         recorder.on_step(seen.will_step, seen.stepped)
 
@@ -211,6 +217,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
         @recorder.around(checkpoint, "save")
         def save_and_keep_the_first(original, args, state):
             original(args, state)
+            seen.seconds += 1000
             if len(state["epochs"]) == 1:
                 shutil.copy(args.checkpoint, first_epoch)
 
@@ -249,10 +256,12 @@ def compare(everyone: list[Seen], args: Namespace) -> dict:
                        "held against those of rank 0")
         findings.close(f"{title}reported epochs", reported["epochs"], epochs, TOLERANCE, WHY,
                        unit="epoch")
-        findings.close(f"{title}reported accuracy and samples",
-                       [reported["test_accuracy"], reported["samples"]],
-                       [epochs[-1]["accuracy"], (args.epochs - epochs_behind) * n_samples],
-                       TOLERANCE, "of the test images; each image once in each epoch", "number")
+        made = args.epochs - epochs_behind
+        findings.close(f"{title}reported accuracy, samples and seconds",
+                       [reported[name] for name in ("test_accuracy", "samples", "train_s")],
+                       [epochs[-1]["accuracy"], made * n_samples, made * of_epoch], TOLERANCE,
+                       "of the test images; each image once in each epoch; a second each step, on "
+                       "the clock of the check", "number")
     for name in ("loss", "gradients", "weights"):
         findings.equal(f"resumed as if never stopped, {name}", of_ranks("resumed", name),
                        of_ranks("whole", name)[of_epoch:], "nothing may depend on the interruption")
