@@ -8,8 +8,8 @@ from common.tracing import record
 
 # Whose `plot` takes all runs. The other pictures are of one run: a timeline, or a training that is
 # the same in each run.
-FROM_ALL_RUNS = {"batch_rl", "ddp_rpc_hybrid", "hybrid_tables", "latency", "param_server_trainers",
-                 "ring_sizes", "rpc_rnn", "shared_memory", "single_machine"}
+FROM_ALL_RUNS = {"batch_rl", "ddp_rpc_hybrid", "latency", "param_server_trainers", "ring_sizes",
+                 "rpc_rnn", "shared_memory", "single_machine"}
 CONSISTENCY = {2: ("param_server", "param_server_lock"),  # trainers: two commands
                4: ("param_server_4", "param_server_4_lock")}
 SMOOTH = 50  # steps of all trainers together
