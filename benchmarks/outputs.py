@@ -31,7 +31,6 @@ COMMANDS = {
     "ddp_batchnorm": "python ddp_basic/pitfalls.py --kind batchnorm",
     "ddp_batchnorm_mended": "python ddp_basic/pitfalls.py --kind batchnorm --mended",
     "ddp_skew": "python ddp_basic/main.py --demo skew --slow_rank 1 --delay 0.5 --timeout 2",
-    "flat_update": "python param_server/flat_update.py",
     "hybrid": "python ddp_rpc_hybrid/main.py",
     "hybrid_check": "python ddp_rpc_hybrid/main.py --check",
     "hybrid_sharded": "python ddp_rpc_hybrid/sharded_table.py",
