@@ -131,8 +131,7 @@ def _run_trainer(emb_rref: RRef, rank: int, args: Namespace) -> dict:
                 # The server steps the table, every trainer its replica of the dense part.
                 opt.step(context_id)
             # No zero_grad(): the next step has a context, and so gradients, of its own.
-            history.add(loss, output, target,
-                        results.bytes_over_rpc(indices, offsets, args.embedding_dim))
+            history.add(loss, output, target, indices)
         history.end_epoch()
     return results.of_trainer(history, model, criterion, batches[-1])
 

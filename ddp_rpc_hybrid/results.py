@@ -16,7 +16,7 @@ WORDS = {
     "en": {"title": "DDP and RPC in one model: {trainers} trainers, one table of {rows:,} rows",
            "x": "epoch", "y": "loss (nats)", "y2": "accuracy (%)", "loss": "training loss",
            "accuracy": "accuracy on new batches", "chance": "guessing among {classes} classes"},
-    "ja": {"title": "DDPとRPCを組み合わせたモデル：トレーナー{trainers}個、{rows:,}行の表1つ",
+    "ja": {"title": "DDPとRPCを組み合わせたモデル：トレーナー{trainers}個、{rows:,}行のテーブル1つ",
            "x": "エポック", "y": "損失（ナット）", "y2": "正解率（%）", "loss": "訓練の損失",
            "accuracy": "新しいバッチでの正解率", "chance": "{classes}クラスから当て推量した場合"},
 }
@@ -40,7 +40,7 @@ class History:
     """
 
     def __init__(self, role: str, args: Namespace, show: bool) -> None:
-        self.role, self.show = role, show
+        self.role, self.show, self.dim = role, show, args.embedding_dim
         self.epochs, self.train_s, self.n_bytes = [], 0.0, 0
         self.bar = report.progress(args.epochs, "epoch", show=show, role=role)
 
@@ -48,19 +48,24 @@ class History:
         """Start the clock; the batches are there."""
         self.steps, self.started = [], time.perf_counter()
 
-    def add(self, loss: torch.Tensor, output: torch.Tensor, target: torch.Tensor, n_bytes: int
-            ) -> None:
+    def add(self, loss: torch.Tensor, output: torch.Tensor, target: torch.Tensor,
+            indices: torch.Tensor) -> None:
         """Record a step.
 
         Args:
             loss: before the step.
             output, target: the scores (bags, classes) that it came from, and the classes (bags,).
-            n_bytes: that the step has sent.
+            indices: of all bags.
         """
         at = f"at step {len(self.steps) + 1} of epoch {len(self.epochs) + 1}"
         right = (output.argmax(dim=1) == target).sum().item()
         self.steps.append((report.require_finite(loss, at), right, len(target)))
-        self.n_bytes += n_bytes
+        self.n_bytes += self.bytes_of_step(indices, len(target))
+
+    def bytes_of_step(self, indices: torch.Tensor, bags: int) -> float:
+        """Count what a step sends over RPC: indices, offsets; the bags' sums and their gradient."""
+        of_bag = 2 * self.dim * torch.get_default_dtype().itemsize
+        return (len(indices) + bags) * indices.itemsize + bags * of_bag
 
     def end_epoch(self) -> None:
         """Stop the clock, and print the line of every tenth epoch."""
@@ -73,7 +78,7 @@ class History:
         self.bar.update()
 
     def metrics(self) -> dict:
-        """Return `epochs`, `steps_per_s` and `bytes_per_step`, the mean of what `add` was given."""
+        """Return `epochs`, `steps_per_s` and `bytes_per_step`, the mean of `bytes_of_step`."""
         self.bar.close()
         steps = len(self.epochs) * BATCHES
         return {"epochs": self.epochs, "steps_per_s": steps / self.train_s,
@@ -85,12 +90,6 @@ def log_epoch(role: str, epochs: list[dict]) -> None:
     if len(epochs) % 10 == 0:
         line = "epoch {:3}  loss {loss:.3f}  accuracy {accuracy:.0%}"
         report.log(role, line.format(len(epochs), **epochs[-1]))
-
-
-def bytes_over_rpc(indices: torch.Tensor, offsets: torch.Tensor, dim: int) -> int:
-    """Count what a step sends: the request, the bags' sums of `dim` numbers, their gradient."""
-    numbers = 2 * len(offsets) * dim
-    return indices.nbytes + offsets.nbytes + numbers * torch.get_default_dtype().itemsize
 
 
 def of_trainer(history: History, model: nn.Module, criterion: nn.Module,

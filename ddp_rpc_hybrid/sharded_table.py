@@ -153,7 +153,7 @@ def train(rank: int, world_size: int, args: Namespace,
     opt = optim.SGD(model.parameters(), lr=args.lr, foreach=False)
     criterion = nn.CrossEntropyLoss()
     teacher = Teacher(args)
-    history = results.History(role_name(rank, world_size), args, show=rank == 0)
+    history = results.History(role_name(rank, world_size), rank, model.table, args)
     for epoch in range(args.epochs):
         batches = list(get_next_batch(rank, epoch, teacher, args))
         history.begin_epoch()
@@ -166,8 +166,7 @@ def train(rank: int, world_size: int, args: Namespace,
             # their rows: of all trainers, not averaged, as the server's steps add up, too.
             loss.backward()
             opt.step()
-            history.add(loss, output, target,
-                        results.bytes_sent(model.table, rank, indices, offsets))
+            history.add(loss, output, target, indices)
         history.end_epoch()
     return results.of_trainer(history, model)
 

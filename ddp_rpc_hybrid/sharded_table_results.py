@@ -7,41 +7,51 @@ from common import report
 from torch import nn
 
 from ddp_rpc_hybrid import results as hybrid
-from ddp_rpc_hybrid.results import History, all_reduce_bytes
+from ddp_rpc_hybrid.results import all_reduce_bytes
 
 WORDS = {
     "en": {**hybrid.WORDS["en"],
            "title": "A table of {rows:,} rows, spread over {trainers} trainers"},
-    "ja": {**hybrid.WORDS["ja"], "title": "{rows:,}行の表を{trainers}個のトレーナーに分割"},
+    "ja": {**hybrid.WORDS["ja"], "title": "{rows:,}行のテーブルを{trainers}個のトレーナーに分割"},
 }
 PER_RANK = ("table_bytes", "table_gradient_bytes")
 
 
-def bytes_sent(table: nn.Module, rank: int, indices: torch.Tensor, offsets: torch.Tensor) -> float:
-    """Count what a step of one trainer sends, there and back, but for DDP's all_reduce.
+class History(hybrid.History):
+    """Records the steps of one trainer.
 
     Args:
-        table: after the lookup.
-        rank: of the trainer; what it asks itself does not travel.
-        indices, offsets: its batch.
+        role, rank: of the trainer.
+        table: which it asks.
+        args: the parsed flags.
     """
-    others, integer = table.world_size - 1, indices.itemsize
-    of_row = next(table.parameters()).shape[1] * torch.get_default_dtype().itemsize
-    if hasattr(table, "part"):
-        asked = (indices // table.part != rank).sum().item()
-        # Two counts for each owner, a row and a bag for each question; the sums, their gradients.
-        return integer * 2 * (others + asked) + 2 * others * len(offsets) * of_row
-    # Rings: the all_reduce of the length, the all_gather of the indices; a reduce_scatter of the
-    # rows, an all_gather of their gradients.
-    all_reduce = 2 * others / table.world_size * integer
-    return all_reduce + others * table.length * (integer + 2 * of_row)
+
+    def __init__(self, role: str, rank: int, table: nn.Module, args: Namespace) -> None:
+        super().__init__(role, args, show=rank == 0)
+        self.rank, self.table = rank, table
+
+    def bytes_of_step(self, indices: torch.Tensor, bags: int) -> float:
+        """Count what a step sends, there and back, but for DDP's all_reduce.
+
+        What a trainer asks itself does not travel.
+        """
+        others, integer = self.table.world_size - 1, indices.itemsize
+        of_row = self.dim * torch.get_default_dtype().itemsize
+        if hasattr(self.table, "part"):
+            asked = (indices // self.table.part != self.rank).sum().item()
+            # Two counts for each owner, a row and a bag for each question; sums, their gradients.
+            return integer * 2 * (others + asked) + 2 * others * bags * of_row
+        # Rings: the all_reduce of the length, the all_gather of the indices; a reduce_scatter of
+        # the rows, an all_gather of their gradients.
+        all_reduce = 2 * others / self.table.world_size * integer
+        return all_reduce + others * self.table.length * (integer + 2 * of_row)
 
 
 def of_trainer(history: History, model: nn.Module) -> dict:
     """Return the metrics of one trainer.
 
     Args:
-        history: of its steps, with `bytes_sent` of each.
+        history: of its steps.
         model: after the last step.
     """
     metrics = history.metrics()

@@ -217,13 +217,14 @@ def test_hybrid(clock, tmp_path):
     history.begin_epoch()
     scores = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
     for loss, right in ((3.0, [1, 0, 1]), (1.0, [0, 0, 0])):
-        history.add(torch.tensor(loss), scores, torch.tensor(right), 400)
+        history.add(torch.tensor(loss), scores, torch.tensor(right), torch.zeros(10, dtype=torch.int64))
     clock.now += 8
     history.end_epoch()
     metrics = history.metrics()
     assert metrics["epochs"] == [{"loss": 2.0, "accuracy": 4 / 6}]
     assert metrics["steps_per_s"] == hybrid_results.BATCHES / 8
-    assert metrics["bytes_per_step"] == 800 / hybrid_results.BATCHES
+    # Of a step 10 indices, 3 offsets; 3 sums and their gradients.
+    assert metrics["bytes_per_step"] == 2 * (8 * 13 + 4 * 2 * 3 * args.embedding_dim) / hybrid_results.BATCHES
 
 
 def test_skew(drawn, tmp_path, capfd):

@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant("DTensor: lists are cut to the shortest", **DTENSOR, check="dtensor, (sums|indices)|error", flags=HANGS,
            old="dist.all_reduce(length, op=dist.ReduceOp.MAX)", new="dist.all_reduce(length, op=dist.ReduceOp.MIN)"),
     Mutant("what a trainer asks itself counts as sent", **RESULTS, check="reported bytes_per_step",
-           old="(indices // table.part != rank).sum().item()", new="len(indices)"),
+           old="(indices // self.table.part != self.rank).sum().item()", new="len(indices)"),
     Mutant("the table's part of rank 0, not the largest", **RESULTS, check="reported table",
            old="max(trainer[key] for trainer in trainers)", new="min(trainer[key] for trainer in trainers)"),
     Mutant("making batches counts as training time", **MAIN, check="reported steps per second",
