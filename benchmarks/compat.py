@@ -1,6 +1,6 @@
 """Try every supported torch: each minor version, in an environment of its own; or a GPU.
 
-    python -m benchmarks.compat                       `make compat`: an hour, 30 GB in .compat/
+    python -m benchmarks.compat                       `make compat`: five hours, 30 GB in .compat/
     python -m benchmarks.compat 2.12 2.14             these
     python -m benchmarks.compat 2.15 --python python3.13
     python -m benchmarks.compat --gpu                 `make gpu`: with the torch of this environment

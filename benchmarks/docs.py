@@ -51,7 +51,8 @@ IN_DOCSTRINGS = {
         "{ddp_fsdp rows.replicas.sent_mb .1f} MB (replicas), "
         "{ddp_fsdp rows.optimizer.sent_mb .1f} MB (optimizer), "
         "{ddp_fsdp rows.full.sent_mb .1f} MB (full)"],
-    "ddp_rpc_hybrid/main.py": ["(chance 12%) | {ddp_rpc_hybrid steps_per_s .0f} steps/s"],
+    "ddp_rpc_hybrid/main.py": [
+        "(chance 12%) | {ddp_rpc_hybrid steps_per_s .0f} steps/s"],
     "p2p_collectives/ring_allreduce.py": [
         "RingAllReduce takes {ring rows.4.67108864.RingAllReduce.median_s ms} ms, "
         "{ring rows.4.67108864.RingAllReduce.vs_all_reduce .2f} times as fast as all_reduce"],
@@ -66,10 +67,10 @@ IN_DOCSTRINGS = {
         "{p2p_train_per_parameter samples_per_s .0f} (",
         ": {p2p_train samples_per_s .0f} samples/s"],
     "param_server/async_server.py": [
-        "{param_server samples_per_s .0f} samples/s in place of {param_server_lock samples_per_s "
-        ".0f} with two trainers, {param_server_4 samples_per_s .0f} in place of "
-        "{param_server_4_lock samples_per_s .0f} with four", "(async): {param_server samples_per_s "
-        ".0f} samples/s"],
+        "with four trainers {param_server_trainers rows.4.async.samples_per_s .0f} samples/s in "
+        "place of {param_server_trainers rows.4.lock.samples_per_s .0f} (",
+        "test accuracy {param_server test_accuracy .1%} after",
+        "(async): {param_server samples_per_s .0f} samples/s"],
     "ddp_rpc_hybrid/sharded_table.py": [
         "wins: {hybrid_tables tables.all_to_all.dense.100.steps_per_s .0f} steps/s per trainer "
         "where main.py makes {hybrid_tables tables.server.dense.100.steps_per_s .0f} (",
@@ -84,6 +85,9 @@ IN_DOCSTRINGS = {
         "a batch in {pipeline_schedules rows.gpipe.4.median_s .2f} s with \"gpipe\" and "
         "{pipeline_schedules rows.zero_bubble.4.median_s .2f} s with \"zero_bubble\", where "
         "main.py takes {pipeline_schedules rows.RPC_whole.4.median_s .2f}\n"],
+    "rpc_rl/main.py": [
+        "CartPole-v1 solved in {rpc_rl episodes .0f} episodes: running reward {rpc_rl "
+        "running_reward .1f} (threshold 475), {rpc_rl env_steps .0f} environment"],
     "rpc_rl/fast.py": [
         "It makes {rpc_rl_agents rows.fast.env_steps_per_s .0f} environment steps/s in place of "
         "{rpc_rl_agents rows.plain.env_steps_per_s .0f} (",
@@ -102,7 +106,9 @@ IN_DOCSTRINGS = {
         "{flat_update median_update_s .1f} s per update in place of "
         "{batch_update median_update_s .1f} s",
         "trainers: {flat_update median_update_s .1f} s per update"],
-    "param_server/main.py": ["(lock): {param_server_lock samples_per_s .0f} samples/s"],
+    "param_server/main.py": [
+        "test accuracy {param_server_lock test_accuracy .1%} after",
+        "(lock): {param_server_lock samples_per_s .0f} samples/s"],
     "rpc_rnn/prefetch.py": [
         "makes {rpc_rnn_protocols prefetch_ratio .2f} times the steps/s of main.py",
         "and {latency rows.10.prefetch_ratio .2f} times between\nmachines"],
@@ -176,7 +182,7 @@ def with_medians(path):
     text = (ROOT / path).read_text()
     for piece in IN_DOCSTRINGS[path]:
         texts, places = re.split(r"{.*?}", piece), re.findall(r"{(.*?)}", piece)
-        pattern = r"([\d.,]*\d)".join(map(re.escape, texts))
+        pattern = r"([\d.,]*\d%?)".join(map(re.escape, texts))
         assert len(re.findall(pattern, text)) == 1, (path, piece)
         numbers = [*map(median_of, places), ""]
         text = re.sub(pattern, "".join(a + b for a, b in zip(texts, numbers, strict=True)), text)

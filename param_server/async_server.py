@@ -3,8 +3,8 @@
 In main.py, one trainer at a time has the server. Here, each forward works with copies of the
 weights of that moment, and its backward needs only these: another trainer may step in between.
 
-What it wins: 644 samples/s in place of 466 with two trainers, 725 in place of 492 with four
-(medians of the commands below, on 2 cores; docs/results/param_server*.json).
+What it wins: with four trainers 675 samples/s in place of 434 (python -m
+benchmarks.param_server_trainers, on 2 cores; docs/results/param_server_trainers.json).
 What it costs: the copies, and staleness. A gradient is that of weights that others have changed
 meanwhile, by about N-1 steps of N equally fast trainers, and the more stale, the smaller `--lr` has
 to be (eight trainers may diverge with the default). The server counts it:
@@ -18,7 +18,7 @@ to be (eight trainers may diverge with the default). The server counts it:
     python param_server/async_server.py --check                every number, against one process
 
 It ends with, about:
-    digits: test accuracy 96.9% after 920 updates by 2 trainers (async): 644 samples/s
+    digits: test accuracy 97.2% after 920 updates by 2 trainers (async): 644 samples/s
 """
 
 import collections
