@@ -36,6 +36,7 @@ from torch.utils.data import TensorDataset
 
 from param_server import main as lesson
 from param_server import results
+from param_server.async_server import AsyncParameterServer
 from param_server.bounded_server import Bound
 
 EPOCHS, BATCH_SIZE = 2, 8  # images, at most
@@ -339,6 +340,18 @@ def record_server(recorder: Recorder, args: Namespace) -> None:
         decision = original(bound)
         time.sleep(DECISION_S)
         return decision
+
+    @recorder.around(AsyncParameterServer, "note_read")
+    def note_read(original, server, trainer):
+        """Leave time for another step before the weights are copied."""
+        original(server, trainer)
+        time.sleep(DECISION_S)
+
+    @recorder.around(AsyncParameterServer, "note_step")
+    def note_step(original, server, trainer):
+        """Leave time for another step before this one is counted."""
+        time.sleep(DECISION_S)
+        original(server, trainer)
 
 
 def record_calls(recorder: Recorder, server: lesson.ParameterServer) -> None:

@@ -129,7 +129,7 @@ class Moved(TorchMesh):
         checkpoint.load(state, checkpoint_id=folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
                        optim_state_dict=state["optimizer"])
-        dist.barrier()  # all have read it
+        dist.barrier()  # all have read it: load() ends with a gathering, but promises none
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 

@@ -8,7 +8,7 @@ PIPELINE = "transformer_parallel/pipeline.py"
 
 def _mesh(name, old, new, check, file=MESH):
     return Mutant(name, file, old, new, check=check, program=MESH,
-                  flags=("--steps", 3, "--seq_len", 6, "--batch_size", 8, "--world_size", 4, "--blocks", 2,
+                  flags=("--steps", 3, "--seq_len", 6, "--batch_size", 8, "--world_size", 4, "--blocks", 4,
                          "--micro_batches", 2))
 
 
@@ -29,8 +29,9 @@ MUTANTS = [
     _mesh("torch: all rows see the first part", '[self.mesh["column"].get_local_rank()]', "[0]", "torch, gradients"),
     _mesh("moved: the weights stay behind", '{"model": model, "optimizer": optimizer}', '{"model": {}, "optimizer": optimizer}',
           "moved, gradients|error"),
-    _mesh("moved: the optimizer begins anew", "        dist.barrier()  # all have read it\n",
-          "        self.optimizer = optim.AdamW(self.parameters(), lr=self.args.lr)\n", "moved, weights|error"),
+    _mesh("moved: the optimizer begins anew", "        if dist.get_rank() == 0:\n            shutil",
+          "        self.optimizer = optim.AdamW(self.parameters(), lr=self.args.lr)\n        if dist.get_rank() == 0:\n            shutil",
+          "moved, weights|error"),
     _mesh("moved: what is loaded is what was there", "        checkpoint.load(state, checkpoint_id=folder)\n", "", "moved, gradients|error"),
     _mesh("f sums over all ranks", "return all_reduced(gradient, ctx.group), None", "return all_reduced(gradient, None), None",
           "data_tensor, gradients|error", TENSOR),
