@@ -30,7 +30,7 @@ COMMANDS = {
     "ddp_basic_check": "python ddp_basic/main.py --demo basic --check",
     "ddp_batchnorm": "python ddp_basic/pitfalls.py --kind batchnorm",
     "ddp_batchnorm_mended": "python ddp_basic/pitfalls.py --kind batchnorm --mended",
-    "ddp_skew": "python ddp_basic/main.py --demo skew --slow_rank 1 --delay 0.5 --timeout 2",
+    "ddp_skew": "python ddp_basic/skew.py --slow_rank 1 --delay 0.5 --timeout 2",
     "hybrid": "python ddp_rpc_hybrid/main.py",
     "hybrid_check": "python ddp_rpc_hybrid/main.py --check",
     "hybrid_sharded": "python ddp_rpc_hybrid/sharded_table.py",

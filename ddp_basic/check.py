@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -26,7 +26,6 @@ from ddp_basic import main as lesson
 
 TOLERANCE = 1e-9
 WHY = "float64 sums in another order"
-LONGEST_DELAY_S = 0.2  # of the slow rank, in a check
 LATEST_S = 3.0  # that a rank delays its checkpoint for those who should wait for it
 EMPTY_S = 0.5  # that the file is there and empty: who looks whether it exists comes too early
 
@@ -41,7 +40,7 @@ def single_process(args: argparse.Namespace) -> tuple[list[list[dict]], list[flo
     torch.manual_seed(args.seed)
     first, second = nn.Linear(10, 10), nn.Linear(10, 5)
     weights = [first.weight, first.bias, second.weight, second.bias]
-    samples = [samples_of(rank, args) for rank in range(args.world_size)]
+    samples = [samples_of(rank, args.seed) for rank in range(args.world_size)]
     inputs, labels = (torch.cat(of_ranks) for of_ranks in zip(*samples, strict=True))
 
     def losses_of_ranks():
@@ -62,13 +61,13 @@ def single_process(args: argparse.Namespace) -> tuple[list[list[dict]], list[flo
     return steps, losses_of_ranks().tolist()
 
 
-def samples_of(rank: int, args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+def samples_of(rank: int, seed: int, n: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw what this rank should train on: inputs (n, 10) and labels (n, 5)."""
     def draw(seed, *shape):
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
-    inputs = draw(1000 * args.seed + 1 + rank, args.local_batch_size, 10)
-    return inputs, inputs @ draw(args.seed, 10, 5) / 10**0.5
+    inputs = draw(1000 * seed + 1 + rank, n, 10)
+    return inputs, inputs @ draw(seed, 10, 5) / 10**0.5
 
 
 class Seen:
@@ -76,7 +75,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.demo, self.steps, self.step, self.loads = None, {}, {}, []
-        self.left_behind, self.together, self.delays, self.saves = False, [], [], 0
+        self.left_behind, self.saves = False, 0
 
     def begin(self, demo: str) -> None:
         """Record another demo from now on."""
@@ -115,21 +114,6 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
             seen.left_behind = any(args.output_dir.glob(".model.*"))
             everyone.extend(gathered(seen))
             leave()
-
-        @recorder.around(lesson, "timed_steps")
-        def timed_steps(original, ddp_model, *given):
-            def first_forward(*_):
-                seen.together.append(barriers.all_had_come())
-                hook.remove()
-
-            def sleep(seconds):
-                seen.delays.append(seconds)
-                time.sleep(seconds)
-
-            hook = ddp_model.register_forward_pre_hook(first_forward)
-            with mock.patch.object(lesson, "time", SimpleNamespace(
-                    perf_counter=time.perf_counter, sleep=sleep)):
-                return original(ddp_model, *given)
 
         @recorder.around(torch, "save")
         def latest_save(save, state, file, **options):
@@ -176,8 +160,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
     """Print what was compared; return `{what: difference}` where it is reported, else None."""
-    args.demos = [*program.ALL, "skew"] if args.demo == "all" else [args.demo]
-    args.delay = min(args.delay, LONGEST_DELAY_S)
     return verdict(launch(record, args, program.role_name))
 
 
@@ -187,34 +169,8 @@ def compare(metrics: dict, everyone: list[Seen], left_behind: bool,
     findings = Comparison(f"{args.world_size} processes")
     oracle, last = single_process(args)
     for demo in args.demos:
-        recorded = [of_rank.steps[demo] for of_rank in everyone]
-        trainings = 2 if demo == "skew" else 1  # without the delay and with it
-        expected = [steps * trainings for steps in oracle]
-        findings.equal(f"{demo}, samples", by_rank(recorded, "samples"),
-                       by_rank(expected, "samples"),
-                       "each rank has samples of its own, from the same seeds")
-        findings.close(f"{demo}, losses", losses_of(recorded), losses_of(expected), TOLERANCE, WHY)
-        findings.close(f"{demo}, gradients", by_rank(recorded, "gradients"),
-                       by_rank(expected, "gradients"), TOLERANCE,
-                       WHY + ": the average of the ranks is the gradient of all samples")
-        findings.close(f"{demo}, weights", by_rank(recorded, "weights"),
-                       by_rank(expected, "weights"), TOLERANCE, WHY)
-        findings.equal(f"{demo}, weights on all ranks", by_rank(recorded, "weights"),
-                       by_rank(recorded[:1] * args.world_size, "weights"),
-                       "held against those of rank 0")
-        findings.equal(f"{demo}, learning rates", by_rank(recorded, "learning rate"),
-                       by_rank(expected, "learning rate"), "--lr")
-        if demo == "skew":
-            together = [one.together for one in everyone]
-            findings.holds("skew, the clocks", together == [[True, True]] * args.world_size,
-                           "of all ranks start behind one barrier, in both trainings; they did on "
-                           f"each rank: {together}")
-            findings.equal("skew, delays", [one.delays for one in everyone], [
-                [0.0] * args.steps + [args.delay * (rank == args.slow_rank)] * args.steps
-                for rank in range(args.world_size)], "--delay on --slow_rank alone", "rank")
-            compare_times(findings, metrics["skew"], args)
-        else:
-            compare_report(findings, demo, metrics[demo], [*losses_of(oracle), last])
+        compare_steps(findings, demo, [of_rank.steps[demo] for of_rank in everyone], oracle)
+        compare_report(findings, demo, metrics[demo], [*losses_of(oracle), last])
     if "checkpoint" in args.demos:
         saves = [one.saves for one in everyone]
         findings.holds("checkpoint, who writes it", saves == [1] + [0] * (args.world_size - 1),
@@ -226,6 +182,24 @@ def compare(metrics: dict, everyone: list[Seen], left_behind: bool,
         findings.holds("checkpoint, what is left", not left_behind,
                        "the file is removed when all have read it")
     return findings.as_dict()
+
+
+def compare_steps(findings: Comparison, name: str, recorded: list[list[dict]],
+                  expected: list[list[dict]]) -> None:
+    """Hold a training's steps against those of one process; both are lists of the ranks."""
+    findings.equal(f"{name}, samples", by_rank(recorded, "samples"), by_rank(expected, "samples"),
+                   "each rank has samples of its own, from the same seeds")
+    findings.close(f"{name}, losses", losses_of(recorded), losses_of(expected), TOLERANCE, WHY)
+    findings.close(f"{name}, gradients", by_rank(recorded, "gradients"),
+                   by_rank(expected, "gradients"), TOLERANCE,
+                   WHY + ": the average of the ranks is the gradient of all samples")
+    findings.close(f"{name}, weights", by_rank(recorded, "weights"), by_rank(expected, "weights"),
+                   TOLERANCE, WHY)
+    findings.equal(f"{name}, weights on all ranks", by_rank(recorded, "weights"),
+                   by_rank(recorded[:1] * len(recorded), "weights"),
+                   "held against those of rank 0")
+    findings.equal(f"{name}, learning rates", by_rank(recorded, "learning rate"),
+                   by_rank(expected, "learning rate"), "--lr")
 
 
 def losses_of(recorded: list[list[dict]]) -> list[list[float]]:
@@ -241,27 +215,3 @@ def compare_report(findings: Comparison, demo: str, reported: dict,
     rows = [list(of_all) for of_all in zip(*reported["losses_per_rank"], strict=True)]
     findings.close(f"{demo}, reported losses", [*rows, reported["losses"], before_and_after],
                    [*losses, means, [means[0], means[-1]]], TOLERANCE, WHY, unit="row")
-
-
-def compare_times(findings: Comparison, skew: dict, args: argparse.Namespace) -> None:
-    """Hold the times of the demo skew: they have bounds only, and medians."""
-    medians = [[statistics.median(backward - start for start, backward, _ in spans),
-                statistics.median(end - backward for _, backward, end in spans),
-                statistics.median(end - start for start, _, end in spans)]
-               for spans in skew["spans"]]
-    reported = zip(skew["compute_s"], skew["wait_s"], skew["step_s"], strict=True)
-    findings.equal("skew, reported times", list(reported), medians,
-                   "medians of the recorded times", unit="rank")
-    if args.delay < 0.1 or args.world_size == 1:
-        return  # too short to be distinguished from a busy machine
-    slow, fast = args.slow_rank, [rank for rank in range(args.world_size) if rank != args.slow_rank]
-    found = f"a delay of {args.delay:g} s on rank {slow}; ranks compute {skew['compute_s']} s, "
-    found += f"wait {skew['wait_s']} s, take {skew['even_step_s']} s for a step without the delay"
-    findings.holds("skew, who computes for long", skew["compute_s"][slow] >= args.delay
-                   and all(skew["compute_s"][rank] < args.delay for rank in fast), found)
-    findings.holds("skew, who waits", all(skew["wait_s"][rank] > args.delay / 2 for rank in fast)
-                   and skew["wait_s"][slow] < args.delay, found)
-    findings.holds("skew, steps without the delay", max(skew["even_step_s"]) < args.delay, found)
-    ends = [spans[-1][-1] for spans in skew["spans"]]
-    findings.holds("skew, nobody is ahead", min(ends) >= args.steps * args.delay,
-                   f"the ranks were done after {ends} s: all wait for the slow one in each step")

@@ -19,10 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_basic import elastic as lesson
+from ddp_basic.check import TOLERANCE, WHY
 
 EPOCHS, STOP_AFTER = 2, 1
-TOLERANCE = 1e-9
-WHY = "float64 sums in another order"
 COMPARED = (  # of each step: what, the tolerance, and why
     ("images", TOLERANCE, "its share of a shuffle made from (seed, epoch)"),
     ("labels", 0.0, WHY),

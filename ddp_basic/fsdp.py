@@ -14,7 +14,7 @@ parameters, of their gradients and of Adam's two moments; for that, it sends hal
                                          weights                  reduce-scatter: its gradients
 
     python ddp_basic/fsdp.py                       all three, on four ranks
-    python ddp_basic/fsdp.py --model toy           the tutorial's ToyModel
+    python ddp_basic/fsdp.py --width 64            a smaller network
     python ddp_basic/fsdp.py --sharding full --checkpoint DIR          saved after each epoch
     python ddp_basic/fsdp.py --sharding full --checkpoint DIR --resume --epochs 6 --world_size 2
     python ddp_basic/fsdp.py --check               the same numbers as a single process?
@@ -49,17 +49,16 @@ from ddp_basic import fsdp_checkpoint as folders
 from ddp_basic import fsdp_memory as memory
 from ddp_basic import fsdp_results as results
 from ddp_basic.data import toy_samples
-from ddp_basic.main import ToyModel, gpu_of, role_name
+from ddp_basic.main import gpu_of, role_name
 
 SAMPLES = 512  # of all ranks together
+LAYERS = 8  # hidden ones
 
 
 def build_model(args: argparse.Namespace) -> nn.Module:
-    """Make the tutorial's network, or a larger one: inputs (n, 10) to outputs (n, 5)."""
+    """Make a network that is larger than the tutorial's: inputs (n, 10) to outputs (n, 5)."""
     torch.manual_seed(args.seed)  # the same weights on all ranks: FSDP does not broadcast rank 0's
-    if args.model == "toy":
-        return ToyModel()
-    widths = [10] + [args.width] * args.layers + [5]
+    widths = [10] + [args.width] * LAYERS + [5]
     layers = [(nn.Linear(*ends), nn.ReLU()) for ends in pairwise(widths)]
     return nn.Sequential(*sum(layers, ())[:-1])  # no ReLU at the end
 
@@ -143,8 +142,7 @@ def train(rank: int, world_size: int, sharding: str, args: argparse.Namespace) -
     device = device_of_group(args)
     model, optimizer = WAYS[sharding](build_model(args).to(device), device, args)
     history = resume(model, optimizer, args) if args.resumed else []
-    of_all_ranks = argparse.Namespace(seed=args.seed, local_batch_size=SAMPLES)
-    inputs, labels = (tensor.to(device) for tensor in toy_samples(0, of_all_ranks))
+    inputs, labels = (tensor.to(device) for tensor in toy_samples(0, args.seed, SAMPLES))
     for epoch in range(len(history) + 1, args.epochs + 1):
         total, seconds = torch.zeros((), device=device), []
         dist.barrier()  # what was sent before has arrived, and is not counted
@@ -180,7 +178,8 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
         measured[sharding] = [None] * world_size
         dist.all_gather_object(measured[sharding], train(rank, world_size, sharding, args))
     dist.destroy_process_group()
-    return results.metrics_of(measured, backend, args) if rank == 0 else None
+    parameters = memory.count(args.width, LAYERS)
+    return results.metrics_of(measured, parameters, backend) if rank == 0 else None
 
 
 def build_parser() -> Parser:
@@ -188,11 +187,7 @@ def build_parser() -> Parser:
     parser = Parser("ddp_basic/fsdp", __doc__, world_size=4)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--sharding", choices=[*WAYS, "all"], default="all", help="of what each rank has a share")
-    add("--model", choices=["toy", "mlp"], default="mlp",
-        help="the tutorial's ToyModel, or a larger network")
-    add("--layers", type=bounded(int, at_least=1, at_most=1000), default=8, metavar="N",
-        help="hidden layers of the mlp")
-    add("--width", type=count, default=512, metavar="N", help="units in each of them")
+    add("--width", type=count, default=512, metavar="N", help="units in each hidden layer")
     add("--epochs", type=count, default=3, metavar="N", help="in all, also before an interruption")
     add("--global_batch_size", type=bounded(int, at_least=1, at_most=SAMPLES), default=64,
         metavar="N", help="samples in a batch of all ranks together")
@@ -212,7 +207,8 @@ def main(argv: list[str] | None = None) -> dict | None:
         refuse(f"--global_batch_size {args.global_batch_size} must be a multiple of --world_size "
                f"{args.world_size}")
     require_own_gpus(args)
-    require_memory(args, ["width", "layers"], 16 * memory.count(args) * len(ranks_here(args)))
+    n_bytes = 16 * memory.count(args.width, LAYERS) * len(ranks_here(args))
+    require_memory(args, ["width"], n_bytes)
     folders.require_useful(args)
     try:
         return run_program(run_worker, args, role_name, results.finish)

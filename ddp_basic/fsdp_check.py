@@ -22,11 +22,11 @@ from common.recorder import Barriers, Recorder, copies, gathered
 from torch import nn
 
 from ddp_basic import fsdp as lesson
+from ddp_basic.check import TOLERANCE, WHY, samples_of
 
+LAYERS, WIDEST = 3, 63  # hidden ones; units in each
 EPOCHS, STEPS, NOT_USED = 4, 2, 5  # of each training; of an epoch; samples that fill no batch
 STOPPED_IN = 2  # the epoch whose checkpoint is not finished
-TOLERANCE = 1e-9
-WHY = "float64 sums in another order"
 MOST_SENT = 1.5, 20_000  # of the formula, and bytes on top: gloo's headers, rows that fill up
 
 
@@ -37,17 +37,16 @@ def single_process(args: Namespace) -> tuple[list[dict], list[float]]:
         For each step a dict; lists in it are of the ranks, or of the parameters. And the mean loss
         of each epoch.
     """
-    ends = [10, 10, 5] if args.model == "toy" else [10] + [args.width] * args.layers + [5]
+    ends = [10] + [args.width] * LAYERS + [5]
     torch.manual_seed(args.seed)
     layers = [nn.Linear(*pair) for pair in pairwise(ends)]  # the lesson's initial weights
     weights = [weight for layer in layers for weight in (layer.weight, layer.bias)]
     means, squares = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
-    inputs = normal(1000 * args.seed + 1, args.local_batch_size, 10)
-    labels = inputs @ normal(args.seed, 10, 5) / 10**0.5
+    inputs, labels = samples_of(0, args.seed, args.samples)
     steps, losses_of_epochs = [], []
     for epoch in range(1, args.epochs + 1):
         generator = torch.Generator().manual_seed(args.seed + epoch)
-        order = torch.randperm(args.local_batch_size, generator=generator)
+        order = torch.randperm(args.samples, generator=generator)
         for number in range(STEPS):
             batch = order[number * args.global_batch_size : (number + 1) * args.global_batch_size]
             x = inputs[batch]
@@ -70,11 +69,6 @@ def single_process(args: Namespace) -> tuple[list[dict], list[float]]:
         losses = [sum(step["loss"]) / args.world_size for step in steps[-STEPS:]]
         losses_of_epochs.append(sum(losses) / STEPS)
     return steps, losses_of_epochs
-
-
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    """Draw random numbers that follow from a seed."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class StoppedError(Exception):
@@ -134,7 +128,8 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     seen, everyone = Seen(), []
     with Recorder() as recorder:
         barriers = Barriers(recorder)
-        recorder.put(lesson, "SAMPLES", args.local_batch_size)
+        recorder.put(lesson, "SAMPLES", args.samples)
+        recorder.put(lesson, "LAYERS", LAYERS)
         recorder.on_forward(after=seen.forward)
         recorder.on_step(after=seen.stepped)
 
@@ -197,8 +192,8 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     """Print what was compared; return `{what: difference}` where it is reported, else None."""
-    args.epochs, args.layers, args.width = EPOCHS, min(args.layers, 3), min(args.width, 63)
-    args.local_batch_size = STEPS * args.global_batch_size + NOT_USED
+    args.epochs, args.width = EPOCHS, min(args.width, WIDEST)
+    args.samples = STEPS * args.global_batch_size + NOT_USED
     alone = args.rank is None and not dist.is_torchelastic_launched()
     with tempfile.TemporaryDirectory() as folder:
         args.folder, args.resumed = Path(folder, "checkpoints"), False

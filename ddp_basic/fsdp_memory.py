@@ -1,6 +1,5 @@
 """What a rank holds and sends: measured here, and by the formulas."""
 
-import argparse
 import os
 import socket
 import stat
@@ -76,12 +75,9 @@ def bytes_sent() -> int | None:
     return total
 
 
-def count(args: argparse.Namespace) -> int:
-    """Return the number of the model's parameters, without making it."""
-    if args.model == "toy":
-        return 10 * 10 + 10 + 10 * 5 + 5
-    width = args.width
-    return 10 * width + width + (args.layers - 1) * (width + 1) * width + 5 * width + 5
+def count(width: int, layers: int) -> int:
+    """Return the number of parameters of a network with hidden layers, without making it."""
+    return 10 * width + width + (layers - 1) * (width + 1) * width + 5 * width + 5
 
 
 def formula(sharding: str, model_bytes: int, world_size: int) -> dict[str, float]:

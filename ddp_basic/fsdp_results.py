@@ -29,15 +29,15 @@ WORDS = {
 }
 
 
-def metrics_of(measured: dict[str, list[dict]], backend: str, args: argparse.Namespace) -> dict:
+def metrics_of(measured: dict[str, list[dict]], parameters: int, backend: str) -> dict:
     """Make the metrics from what `train` has returned on each rank.
 
     Args:
         measured: `{sharding: a dict of each rank}`.
+        parameters: how many the network has.
         backend: gloo or nccl.
-        args: the parsed flags.
     """
-    n_bytes, rows = memory.count(args) * torch.get_default_dtype().itemsize, []
+    n_bytes, rows = parameters * torch.get_default_dtype().itemsize, []
     for sharding, ranks in measured.items():
         formula = memory.formula(sharding, n_bytes, len(ranks))
         of_ranks = {key: [rank[key] for rank in ranks] for key in (*memory.KINDS, "sent")}
@@ -51,7 +51,7 @@ def metrics_of(measured: dict[str, list[dict]], backend: str, args: argparse.Nam
             "step_ms": 1e3 * statistics.median(ranks[0]["seconds"]),
             "loss": ranks[0]["history"][-1]["loss"],
             "losses": [epoch["loss"] for epoch in ranks[0]["history"]], "per_rank": of_ranks})
-    return {"backend": backend, "model": args.model, "parameters": memory.count(args), "rows": rows}
+    return {"backend": backend, "parameters": parameters, "rows": rows}
 
 
 def finish(metrics: dict, args: argparse.Namespace) -> dict:

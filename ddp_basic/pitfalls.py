@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import report
-from common.cli import Parser, bounded, ranks_here, require_memory
+from common.cli import Parser, bounded
 from common.program import role_name, run_program
 from common.session import device_for, group_options
 from torch import nn, optim
@@ -82,14 +82,14 @@ class BatchNormOfAllRanks(nn.BatchNorm1d):
 def unused(rank: int, args: Namespace) -> list[float]:
     """Use the halves of a model in turns; return this rank's losses."""
     ddp_model = wrapped(TwoHeads(), args, find_unused_parameters=args.mended)
-    samples = toy_samples(rank, args)
+    samples = toy_samples(rank, args.seed)
     return train(ddp_model, [(*samples, step) for step in range(args.steps)], args)
 
 
 def uneven(rank: int, args: Namespace) -> list[float]:
     """Train with as many batches more as the number of this rank; return its losses."""
     ddp_model = wrapped(ToyModel(), args)
-    samples = toy_samples(rank, args)
+    samples = toy_samples(rank, args.seed)
     with ddp_model.join() if args.mended else contextlib.nullcontext():
         return train(ddp_model, [samples] * (args.steps + rank), args)
 
@@ -98,7 +98,7 @@ def batchnorm(rank: int, args: Namespace) -> list[float]:
     """Learn the class of samples, of which each rank has one; return this rank's losses."""
     norm = BatchNormOfAllRanks(10) if args.mended else nn.BatchNorm1d(10)
     ddp_model = wrapped(nn.Sequential(nn.Linear(10, 10), norm, nn.Linear(10, 1)), args)
-    inputs, _ = toy_samples(rank, args)
+    inputs, _ = toy_samples(rank, args.seed)
     inputs[:, 0] += 10 * rank  # what tells the classes apart
     samples = inputs, torch.full((len(inputs), 1), float(rank))
     return train(ddp_model, [samples] * args.steps, args)
@@ -150,11 +150,11 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
     parser = Parser("ddp_basic/pitfalls", __doc__, world_size=2, min_world_size=2)
-    add, count = parser.add_argument, bounded(int, at_least=1)
+    add = parser.add_argument
     add("--kind", choices=KINDS, default="unused", help="which mistake")
     add("--mended", action="store_true", help="train with its way out")
-    add("--steps", type=count, default=20, metavar="N", help="steps; of uneven, on rank 0")
-    add("--local_batch_size", type=count, default=20, metavar="N", help="samples of each rank")
+    add("--steps", type=bounded(int, at_least=1), default=20, metavar="N",
+        help="steps; of uneven, on rank 0")
     add("--lr", type=bounded(float, above=0), default=0.1, help="learning rate of SGD")
     parser.set_defaults(timeout=5.0)  # nothing else here takes long
     return parser
@@ -163,8 +163,6 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
-    n_bytes = len(ranks_here(args)) * args.local_batch_size * (10 + 5) * 4
-    require_memory(args, ["local_batch_size"], n_bytes)
     return run_program(run_worker, args, role_name, finish)
 
 

@@ -43,12 +43,12 @@ def single_process(args: Namespace) -> list[list[float]]:
                                          "batchnorm": (10, 1)}[args.kind]]
     scale, shift = torch.ones(10, requires_grad=True), torch.zeros(10, requires_grad=True)
     weights = [weight for layer in layers for weight in layer.parameters()] + [scale, shift]
-    inputs, labels = map(torch.stack, zip(*(samples_of(rank, args)
+    inputs, labels = map(torch.stack, zip(*(samples_of(rank, args.seed)
                                             for rank in range(args.world_size)), strict=True))
     steps = [args.steps + rank * (args.kind == "uneven") for rank in range(args.world_size)]
     if args.kind == "batchnorm":
         inputs[:, :, 0] += 10 * torch.arange(args.world_size)[:, None]
-        labels = torch.arange(args.world_size)[:, None, None] * torch.ones(args.local_batch_size, 1)
+        labels = torch.arange(args.world_size)[:, None, None] * torch.ones_like(inputs[:, :, :1])
 
     def outputs(step):
         if args.kind == "batchnorm":

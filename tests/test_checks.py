@@ -51,20 +51,24 @@ CHECKS = {
         "--envs_per_observer 4 --reward_threshold 4 --gamma 1": 15,
     },
     "ddp_basic.main": {
-        "--seed 7 --world_size 3 --steps 4 --local_batch_size 7 --lr 0.1 --slow_rank 1 --delay 0.15": 37,
-        "--world_size 1 --steps 1 --local_batch_size 1": 33,
+        "--seed 7 --world_size 3 --steps 4 --lr 0.1": 24,
+        "--world_size 1 --steps 1": 24,
+    },
+    "ddp_basic.skew": {
+        "--seed 7 --world_size 3 --steps 4 --lr 0.1 --slow_rank 1 --delay 0.15": 13,
+        "--world_size 1 --steps 1": 9,
     },
     "ddp_basic.elastic": {
         "--seed 7 --world_size 3 --global_batch_size 48 --lr 0.05": 26,
         "--world_size 1 --global_batch_size 1437": 26,
     },
     "ddp_basic.fsdp": {
-        "--seed 7 --world_size 3 --layers 2 --width 20 --global_batch_size 33 --lr 0.01": 59,
-        "--world_size 5 --sharding full --model toy --global_batch_size 65": 39,
+        "--seed 7 --world_size 3 --width 20 --global_batch_size 33 --lr 0.01": 59,
+        "--world_size 5 --sharding full --width 44 --global_batch_size 65": 39,
     },
     "ddp_basic.pitfalls": {
         "": 2,
-        **{f"--kind {kind} --seed 7 --world_size 3 --lr 0.05 --steps 5 --local_batch_size 6": 2
+        **{f"--kind {kind} --seed 7 --world_size 3 --lr 0.05 --steps 5": 2
            for kind in ("uneven", "batchnorm", "batchnorm --mended")},
     },
     "ddp_rpc_hybrid.main": {

@@ -14,7 +14,7 @@ import warnings
 import pytest
 import torch
 
-from ddp_basic import elastic, pitfalls
+from ddp_basic import elastic, pitfalls, skew
 from ddp_basic import main as ddp_basic
 from tests.helpers import (
     children,
@@ -32,8 +32,8 @@ EPOCHS = 8
 SLOW_START_S = 100  # that a real process may take on a busy machine
 
 
-def demo(name, folder, *flags):
-    return ddp_basic.main(["--demo", name, "--output_dir", str(folder), *map(str, flags)])
+def run_main(program, folder, *flags):
+    return program.main(["--output_dir", str(folder), *map(str, flags)])
 
 
 def ranks_of(process):
@@ -104,21 +104,21 @@ def test_what_a_run_tells(lesson):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs: two ranks on two each")
 def test_check_on_two_gpus_each(tmp_path):
-    assert demo("all", tmp_path, "--check", "--device", "cuda")
+    assert run_main(ddp_basic, tmp_path, "--check", "--device", "cuda")
 
 
-# --- skewed processing speeds
+# --- skew.py
 
 
 def test_all_wait_for_the_slow_rank(tmp_path, capfd):
-    skew = demo("skew", tmp_path, "--slow_rank", 0, "--delay", 0.3, "--timeout", 60, "--steps", 4)["skew"]
-    for spans, compute_s, wait_s in zip(skew["spans"], skew["compute_s"], skew["wait_s"], strict=True):
+    metrics = run_main(skew, tmp_path, "--slow_rank", 0, "--delay", 0.3, "--timeout", 60, "--steps", 4)
+    for spans, compute_s, wait_s in zip(metrics["spans"], metrics["compute_s"], metrics["wait_s"], strict=True):
         assert len(spans) == 4
         assert spans[-1][-1] > 3 * 0.3  # nobody is ahead of the slow rank by more than a step
         assert compute_s == statistics.median(backward - start for start, backward, _ in spans)
         assert wait_s == statistics.median(end - backward for _, backward, end in spans)
     # On a busy machine any rank may wait in any step; but not in all.
-    slow, fast = ([(backward - start, end - backward) for start, backward, end in spans] for spans in skew["spans"])
+    slow, fast = ([(backward - start, end - backward) for start, backward, end in spans] for spans in metrics["spans"])
     assert any(compute > wait for compute, wait in slow)
     assert any(compute < wait for compute, wait in fast)
     assert min(compute for compute, _ in slow) >= 0.3
@@ -129,13 +129,13 @@ def test_all_wait_for_the_slow_rank(tmp_path, capfd):
 
 def test_timeout_is_told_in_words(tmp_path, capfd):
     with pytest.raises(SystemExit) as stop:
-        demo("skew", tmp_path, "--slow_rank", 1, "--delay", 100, "--timeout", 3)
+        run_main(skew, tmp_path, "--slow_rank", 1, "--delay", 100, "--timeout", 3)
     assert stop.value.code == 1
     *_, told, last = capfd.readouterr().err.splitlines()
     assert told.startswith("RuntimeError: step 1: rank 0 waited 3 s in backward() for the gradients of a slower rank")
     assert "--timeout" in told
-    assert last.startswith("error: rank 0 (rank0) has waited for 3 s at ddp_basic/main.py:")
-    assert "rank 1 (rank1) is at ddp_basic/main.py:" in last  # in its sleep
+    assert last.startswith("error: rank 0 (rank0) has waited for 3 s at ddp_basic/skew.py:")
+    assert "rank 1 (rank1) is at ddp_basic/skew.py:" in last  # in its sleep
     assert list(tmp_path.iterdir()) == []
 
 

@@ -268,7 +268,7 @@ def test_one_rank_of_torchrun_says_it(name, stubbed, torchrun):
 @pytest.mark.parametrize(("name", "flags"), [
     ("rpc_rl.main", ["--output_dir", "/dev/null"]),
     ("rpc_rnn.several_trainers", ["--corpus", "nowhere"]),
-    ("ddp_basic.main", ["--local_batch_size", LARGE]),
+    ("ddp_basic.fsdp", ["--width", LARGE]),
     ("param_server.main", ["--data_dir", "folder", "--dataset", "mnist"]),
 ])
 def test_the_first_rank_of_a_machine_says_what_is_its_machines(name, flags, stubbed, torchrun):
@@ -289,12 +289,12 @@ def with_flag(flag):
 
 FILES = ("--checkpoint", "--corpus", "--file")
 SIZES = ("--nhid", "--nlayers", "--ninp", "--image_size", "--num_embeddings", "--embedding_dim",
-         "--num_classes", "--envs_per_observer", "--sizes", "--local_batch_size")
+         "--num_classes", "--envs_per_observer", "--sizes")
 OTHER_COUNTS = ("--batch_size", "--bptt", "--num_steps", "--epochs", "--steps", "--rounds")
-MORE_COUNTS = ("--global_batch_size", "--layers", "--log_interval", "--max_episodes", "--num_batches", "--num_episode", "--num_repeat",
+MORE_COUNTS = ("--global_batch_size", "--log_interval", "--max_episodes", "--num_batches", "--num_episode", "--num_repeat",
                "--num_splits", "--num_updates", "--observers", "--ranks_per_machine", "--repeats", "--split_size", "--split_sizes",
                "--total_steps_per_episode", "--width", "--world_size")
-CHOICES = ("--arch", "--dataset", "--demo", "--envs", "--kind", "--method", "--model", "--optimizer", "--schedule",
+CHOICES = ("--arch", "--dataset", "--demo", "--envs", "--kind", "--method", "--optimizer", "--schedule",
            "--sharding", "--truncation")
 NOT_A_FILE = "must be a file, not a folder, a pipe or a device"
 SECONDS = "at least 0.01 and at most 10000000"
@@ -369,14 +369,13 @@ REFUSED = [
     ("batch_rl.main", "--rank 1 --master_addr 127.0.0.1", "--rank 1 requires --world_size N"),
     ("batch_rl.double_buffering", "--envs_per_observer 3", "--envs_per_observer 3 must be even"),
     ("batch_rl.until_solved", "--num_steps 400", "--num_steps 400 must be above --reward_threshold 475"),
-    ("ddp_basic.main", "--demo skew --slow_rank 2", "--slow_rank 2 must be below --world_size 2"),
+    ("ddp_basic.skew", "--slow_rank 2", "--slow_rank 2 must be below --world_size 2"),
     ("ddp_basic.elastic", "--global_batch_size 1438", "at least 1 and at most 1437"),
     ("ddp_basic.elastic", "--global_batch_size 15", "--global_batch_size 15 must be a multiple of --world_size 2"),
     ("ddp_basic.elastic", "--checkpoint /", "--checkpoint /"),
-    ("ddp_basic.fsdp", "--layers 1001", "at least 1 and at most 1000"),
     ("ddp_basic.fsdp", "--global_batch_size 513", "at least 1 and at most 512"),
     ("ddp_basic.fsdp", "--global_batch_size 30", "--global_batch_size 30 must be a multiple of --world_size 4"),
-    ("ddp_basic.fsdp", "--width 10000000", "--width 10000000 --layers 8 would need"),
+    ("ddp_basic.fsdp", "--width 10000000", "--width 10000000 would need"),
     ("ddp_basic.fsdp", "--checkpoint run", "--checkpoint run requires --sharding full"),
     ("ddp_basic.fsdp", "--checkpoint run --sharding full --resume", "--checkpoint run must have a checkpoint with --resume"),
     ("ddp_basic.fsdp", "--checkpoint /dev/null --sharding full", "--checkpoint /dev/null must be a place where files can be written"),
@@ -471,13 +470,13 @@ def test_bad_input_one_process_under_torchrun(stubbed, torchrun):
     ("rpc_rnn.main", ["--nhid", "1000", "--nlayers", "1000"]),
     ("ddp_rpc_hybrid.main", ["--num_embeddings", "100000000"]),
     ("ddp_rpc_hybrid.sharded_table", ["--num_embeddings", "100000000"]),
-    ("ddp_basic.main", ["--world_size", "50", "--local_batch_size", "10000000"]),
+    ("ddp_basic.fsdp", ["--world_size", "32", "--width", "10000"]),
 ])
 def test_more_than_the_memory(name, flags, stubbed):
     line = refusal(name, flags, stubbed)
     assert flags[-1] in line
     assert "GB of memory or more, and this machine has 24 GB; give smaller numbers" in line
-    if name in ("ddp_rpc_hybrid.main", "ddp_basic.main"):  # a rank that is alone may have room
+    if name in ("ddp_rpc_hybrid.main", "ddp_basic.fsdp"):  # a rank that is alone may have room
         alone = [*flags, "--rank", "0", "--master_addr", "localhost"]
         assert outcome(name, alone, stubbed) == ("accepted", "")
 

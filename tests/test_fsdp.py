@@ -20,7 +20,7 @@ from tests.test_ddp_basic import one_thread  # noqa: F401  a fixture of these te
 EPOCHS, DIES_IN = 3, 2  # the epoch in which a rank is killed
 ORIGINAL = fsdp.run_worker
 RANKS = 2
-FLAGS = ["--sharding", "full", "--model", "toy", "--epochs", EPOCHS, "--world_size", RANKS, "--global_batch_size", 64]
+FLAGS = ["--sharding", "full", "--width", 10, "--epochs", EPOCHS, "--world_size", RANKS, "--global_batch_size", 64]
 
 
 def train(folder, *flags):
@@ -46,13 +46,13 @@ def leaves(state, name=""):
 
 
 def test_what_a_run_shows(tmp_path, capfd):
-    metrics = fsdp.main(["--layers", "5", "--width", "128", "--epochs", "1", "--global_batch_size", "256",
+    metrics = fsdp.main(["--width", "128", "--epochs", "1", "--global_batch_size", "256",
                          "--output_dir", str(tmp_path)])
     out, err = capfd.readouterr()
     assert err == ""  # a normal run prints no warning
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.json", "sharding.png"]
-    assert metrics["parameters"] == 11 * 128 + 4 * 129 * 128 + 5 * 129
-    assert re.fullmatch(r"68,\d{3} parameters on 4 ranks: a rank holds at most 1.09 MB \(replicas\), .*; "
+    assert metrics["parameters"] == 11 * 128 + 7 * 129 * 128 + 5 * 129
+    assert re.fullmatch(r"117,\d{3} parameters on 4 ranks: a rank holds at most 1.88 MB \(replicas\), .*; "
                         r"it sends in a step .*", out.splitlines()[-2])
 
 
@@ -135,7 +135,7 @@ def test_killed(moment, undisturbed, tmp_path, monkeypatch, capfd):
     assert names[0] == names[1]
     ours, theirs = (leaves(state_of(folder / "run" / f"epoch{EPOCHS:05}", tmp_path)) for folder in (tmp_path, whole))
     assert ours.keys() == theirs.keys()
-    assert sum(isinstance(entry, torch.Tensor) for entry in theirs.values()) == 4 * 4  # weights, moments, counters
+    assert sum(isinstance(entry, torch.Tensor) for entry in theirs.values()) == 4 * 18  # weights, moments, counters
     for name, entry in theirs.items():
         assert torch.equal(ours[name], entry) if isinstance(entry, torch.Tensor) else ours[name] == entry, name
 
@@ -169,7 +169,7 @@ class Dangerous:
 
 
 DAMAGE = {"truncated": "no whole checkpoint", "dangerous": "no whole checkpoint", "another example": "no whole checkpoint",
-          "no history": "no whole checkpoint", "--seed": "--seed 0 must be 3", "--model": "--model toy must be mlp",
+          "no history": "no whole checkpoint", "--seed": "--seed 0 must be 3", "--width": "--width 10 must be 20",
           "without --resume": f"has a training of {EPOCHS} epochs; give --resume", "all epochs": f"--epochs {EPOCHS} must be above {EPOCHS}"}
 
 
@@ -189,7 +189,7 @@ def test_not_this_trainings_checkpoint(kind, undisturbed, tmp_path, refused):
     elif kind == "no history":
         del about["history"]
     elif kind.startswith("--"):
-        about["settings"][kind.removeprefix("--")] = {"--seed": 3, "--model": "mlp"}[kind]
+        about["settings"][kind.removeprefix("--")] = {"--seed": 3, "--width": 20}[kind]
     (last / fsdp_checkpoint.ABOUT).write_text(json.dumps(about))
     before = {path: path.read_bytes() for path in last.iterdir()}
     more = [] if kind == "without --resume" else ["--resume"]

@@ -27,7 +27,7 @@ SHORT = {  # the tour's commands, without the checks, and flags that make them s
     "p2p_collectives/main.py --world_size 4": "--demo blocking",
     "p2p_collectives/ring_allreduce.py": "--sizes 65536 --repeats 2 --world_size 2",
     "ddp_basic/main.py --world_size 2": "--steps 2",
-    "ddp_basic/main.py --demo skew --slow_rank 1 --delay 0.5 --timeout 2": "--delay 0.05 --steps 2",
+    "ddp_basic/skew.py --slow_rank 1 --delay 0.5 --timeout 2": "--delay 0.05 --steps 2",
     "model_parallel_resnet/single_machine.py": "--batch_size 2 --image_size 33 --num_repeat 1 --split_sizes 1",
     "rpc_rl/main.py --world_size 3": "--max_episodes 2",
     "rpc_rnn/main.py": "--epochs 1 --batch_size 400",

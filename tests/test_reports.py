@@ -14,9 +14,7 @@ from matplotlib.figure import Figure
 from batch_rl import main as batch_rl
 from batch_rl import results as batch_rl_results
 from batch_rl import until_solved
-from ddp_basic import elastic, fsdp, fsdp_memory, fsdp_results, pitfalls
-from ddp_basic import main as ddp_basic
-from ddp_basic import results as ddp_basic_results
+from ddp_basic import elastic, fsdp, fsdp_memory, fsdp_results, pitfalls, skew, skew_results
 from ddp_rpc_hybrid import main as hybrid
 from ddp_rpc_hybrid import results as hybrid_results
 from ddp_rpc_hybrid import sharded_table, sharded_table_results
@@ -229,10 +227,10 @@ def test_hybrid(clock, tmp_path):
 
 def test_skew(drawn, tmp_path, capfd):
     """A step is as long as the slowest rank's."""
-    args = args_of(ddp_basic, tmp_path, "--demo", "skew", "--slow_rank", 1, "--delay", 0.5)
-    skew = {"step_s": [0.6, 0.7], "even_step_s": [0.2, 0.1], "compute_s": [0.1, 0.6], "wait_s": [0.5, 0.1],
-            "spans": [[(0.0, 0.1, 0.6)], [(0.0, 0.6, 0.7)]]}
-    ddp_basic_results.finish({"backend": "gloo", "skew": skew}, args)
+    args = args_of(skew, tmp_path, "--slow_rank", 1, "--delay", 0.5)
+    metrics = {"backend": "gloo", "step_s": [0.6, 0.7], "even_step_s": [0.2, 0.1], "compute_s": [0.1, 0.6], "wait_s": [0.5, 0.1],
+               "spans": [[(0.0, 0.1, 0.6)], [(0.0, 0.6, 0.7)]]}
+    skew_results.finish(metrics, args)
     assert last_line(capfd) == ("skew on 2 ranks: a step takes 0.700 s where rank 1 takes 0.5 s longer, "
                                 "0.200 s where none does")
 
@@ -586,8 +584,8 @@ def test_replicas_drift_apart_in_their_last_parameter(monkeypatch):
 
 DIVERGING = [  # with a learning rate that no training survives
     ("rpc_rl.main", "--max_episodes 9", r"rank 0 \(agent\) has a \w+ of \S+ (after|in) an .*"),
-    *(("ddp_basic.main", f"--demo {demo} --delay 0", r"rank \d \(rank\d\) has a loss of (inf|nan) at step [23]")
-      for demo in ("basic", "checkpoint", "model_parallel", "skew")),
+    *((f"ddp_basic.{program}", flags, r"rank \d \(rank\d\) has a loss of (inf|nan) at step [23]") for program, flags in (
+        ("main", "--demo basic"), ("main", "--demo checkpoint"), ("main", "--demo model_parallel"), ("skew", "--delay 0"))),
     ("ddp_basic.elastic", "", r"rank \d \(rank\d\) has a loss of (inf|nan) in epoch 1"),
     ("p2p_collectives.train", "", r"rank \d \(rank\d\) has a .*"),
     ("rpc_rnn.main", "--nhid 8 --optimizer sgd --epochs 1", r"rank 1 \(trainer\) has a .*"),

@@ -1,4 +1,4 @@
-"""09 遅いランク / A straggler (6_3, ddp_basic/main.py)."""
+"""09 遅いランク / A straggler (6_3, ddp_basic/skew.py)."""
 
 
 def predict(rank, slow_rank, world_size, delay):

@@ -1,8 +1,8 @@
-"""Mistakes in `ddp_basic/main.py`."""
+"""Mistakes in `ddp_basic/main.py` and `skew.py`."""
 
 from tests.mutants import Mutant
 
-MAIN, DATA = "ddp_basic/main.py", "ddp_basic/data.py"
+MAIN, DATA, SKEW = "ddp_basic/main.py", "ddp_basic/data.py", "ddp_basic/skew.py"
 LOOP = "    for step in range(1, args.steps + 1):\n"
 MUTANTS = [
     Mutant("the checkpoint is never loaded", MAIN,
@@ -14,7 +14,7 @@ MUTANTS = [
            LOOP + "        optimizer.zero_grad()\n        outputs = ddp_model(inputs)",
            LOOP + "        optimizer.zero_grad()\n        outputs = ddp_model.module(inputs)",
            check="basic, gradients"),
-    Mutant("all ranks have the same samples", DATA, "1000 * args.seed + 1 + rank", "1000 * args.seed + 1",
+    Mutant("all ranks have the same samples", DATA, "1000 * seed + 1 + rank", "1000 * seed + 1",
            check="samples", program=MAIN),
     Mutant("step forgotten", MAIN, "        optimizer.step()\n    return", "    return", check="basic, (weights|gradients|losses)"),
     Mutant("only rank 0 loads", MAIN, "    loaded_model.load_state_dict(",
@@ -30,9 +30,9 @@ MUTANTS = [
            check="how it is read"),
     Mutant("the split model loses its relu", MAIN, "x = self.relu(self.net1(x.to(self.dev0)))",
            "x = self.net1(x.to(self.dev0))", check="model_parallel, losses"),
-    Mutant("all ranks are slow", MAIN, "if rank == slow_rank else 0.0", "if slow_rank is not None else 0.0",
+    Mutant("all ranks are slow in skew.py", SKEW, "if rank == slow_rank else 0.0", "if slow_rank is not None else 0.0",
            check="skew, who"),
-    Mutant("zero_grad forgotten in demo_skew", MAIN,
+    Mutant("zero_grad forgotten in skew.py", SKEW,
            "        started = time.perf_counter()\n        optimizer.zero_grad()\n",
            "        started = time.perf_counter()\n", check="skew, gradients"),
     Mutant("the loss of one rank is reported as that of all", "ddp_basic/results.py",

@@ -21,8 +21,8 @@ MUTANTS = [
     _pitfall("the mean of this rank", "batchnorm --mended", "mean = MeanOfRanks.apply(x.mean(dim=0))", "mean = x.mean(dim=0)"),
     _pitfall("the variance of this rank", "batchnorm --mended", "variance = MeanOfRanks.apply((x - mean).square().mean(dim=0))",
              "variance = (x - mean).square().mean(dim=0)"),
-    _pitfall("the samples of all ranks are those of rank 0", "batchnorm", "inputs, _ = toy_samples(rank, args)",
-             "inputs, _ = toy_samples(0, args)"),
+    _pitfall("the samples of all ranks are those of rank 0", "batchnorm", "inputs, _ = toy_samples(rank, args.seed)",
+             "inputs, _ = toy_samples(0, args.seed)"),
     _pitfall("the loss of rank 0 is that of all", "batchnorm", "dist.all_gather_object(losses, KINDS[args.kind](rank, args))",
              "losses = [KINDS[args.kind](rank, args)] * world_size"),
 ]

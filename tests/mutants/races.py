@@ -31,7 +31,7 @@ MUTANTS = [
              "\n            step()", "staleness", lock="self.weights_lock"),
     unlocked("two trainers are let in", "param_server/bounded_server.py", "\n            what(", "turns|bound|error",
              flags=("--max_staleness", "0", "--world_size", "4")),
-    forgotten("the clocks of the ranks start apart", "ddp_basic/main.py",
+    forgotten("the clocks of the ranks start apart", "ddp_basic/skew.py",
               "dist.barrier()  # the clocks of all ranks start together", "skew, the clocks"),
     forgotten("bytes counted before all were sent", "ddp_basic/fsdp.py",
               "dist.barrier()  # what was sent before has arrived, and is not counted", "barriers, counted"),
