@@ -257,8 +257,9 @@ def test_threads_under_torchrun(setting, expected, tmp_path):
 
 
 def by_rank(rank, port):
-    return script("ddp_basic/main.py", "--demo", "basic", "--world_size", 2, "--rank", rank, "--timeout", 2,
-                  "--master_addr", "localhost", "--master_port", port)
+    """Of a program whose ranks join for longer than --timeout: the launcher is the first to give up."""
+    return script("ddp_basic/skew.py", "--world_size", 2, "--rank", rank, "--timeout", 2, "--master_addr", "localhost",
+                  "--master_port", port)
 
 
 @pytest.mark.parametrize("answering", [True, False])
