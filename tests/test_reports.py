@@ -335,7 +335,7 @@ def test_pitfalls(tmp_path, capfd):
 def test_fsdp(drawn, tmp_path, capfd):
     """Held by the fullest rank, sent by one of them on average, the last loss, the median step of rank 0."""
     args = args_of(fsdp, tmp_path, "--world_size", 2, "--width", 4)
-    n_bytes = 4 * fsdp_memory.count(args)
+    n_bytes = 4 * fsdp_memory.count(4, fsdp.LAYERS)
 
     def rank(losses, seconds, sent, *held):
         return {"history": [{"loss": loss} for loss in losses], "seconds": seconds, "sent": sent,
@@ -345,7 +345,7 @@ def test_fsdp(drawn, tmp_path, capfd):
         "replicas": [rank([3.0, 2.0, 1.0], [0.25, 0.5, 4.0], 2e6, 1e6, 1e6, 2e6),
                      rank([9.0, 9.0, 9.0], [9.0, 9.0, 9.0], 4e6, 2e6, 1e6, 4e6)],
         "full": [rank([3.0, 1.5], [0.125], None, 5e3, 5e3, 1e4), rank([9.0, 9.0], [9.0], None, 0, 0, 0)],
-    }, "gloo", args)
+    }, n_bytes // 4, "gloo")
     replicas, full = metrics["rows"]
     assert replicas.items() >= {"held_mb": 7, "sent_mb": 3, "step_ms": 500, "loss": 1, "losses": [3, 2, 1]}.items()
     assert full.items() >= {"held_mb": 0.02, "sent_mb": None, "step_ms": 125, "loss": 1.5}.items()
