@@ -92,7 +92,7 @@ def measure(args):
     ours, ahead = (model_class("ps", *sizes, args.device)
                    for model_class in (lesson.RNNModel, prefetch.PrefetchingModel))
     local, criterion = LocalRNNModel(*sizes[:4]), nn.CrossEntropyLoss()
-    alone = lesson.OPTIMIZERS[args.optimizer](local.parameters(), lr=args.lr)
+    alone = lesson.Adam(local.parameters(), lr=args.lr)
     opt = ours.make_optimizer(args)
     # A step as one call of (data, target, hidden), for each way to make one; what it reads.
     ways = {LESSON: (remote_step, ours, opt, get_next_batch),

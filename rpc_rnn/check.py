@@ -7,7 +7,8 @@ weights. It has its own columns, its own loop, and PyTorch's ordinary autograd a
 
 Both compute in float64, so that a mistake cannot hide behind rounding. Dropout is matched: the
 server and the trainer draw from seeded generators, and so do the two `Stream`s here. With several
-trainers dropout is off: the server draws in the order in which they call.
+trainers the server draws in the order in which they call: dropout lets all pass, and what is held
+is how often each process has called it, and with what probability.
 """
 
 import contextlib
@@ -17,9 +18,11 @@ import tempfile
 import time
 import weakref
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -48,6 +51,7 @@ OfParts = dict[str, dict[str, torch.Tensor]]  # of each of them, tensors by name
 # 2 forward, 3 backward, the step, the context's end; with several trainers 2 to average. In
 # prefetch.py, the step brings and takes the embeddings.
 ROUND_TRIPS = {"main": 7, "several_trainers": 9, "prefetch": 5}
+dropped = []  # in this process: the probability of each dropout, where it lets all pass
 
 
 # --- one process
@@ -66,13 +70,14 @@ def single_process(args: Namespace, weights: OfParts, language: data.Language) -
         `evaluations` before the first and after each. `metrics`. `sample`: the text.
     """
     names, n_columns = trainer_names(args), args.batch_size * (args.world_size - 1)
+    if len(names) > 1:
+        args = Namespace(**{**vars(args), "dropout": 0.0})
     device = device_for(args.device)
     model = WholeModel(language.ntoken, args)
     for part, tensors in weights.items():
         getattr(model, part).load_state_dict(tensors)
     model.to(device)
-    optimizer_class = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[args.optimizer]
-    optimizer = optimizer_class(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     steps, evaluations = [], []
 
     def loss_of(scores, targets):
@@ -262,6 +267,28 @@ def state_there(part_rref: rpc.RRef, context_id: int | None) -> OfParts:
     return state_of(part_rref.local_value(), context_id)
 
 
+def let_all_pass(recorder: Recorder) -> None:
+    """Let dropout change nothing, and keep its probabilities in the training."""
+
+    @recorder.around(nn.Dropout, "forward")
+    def of_part(_, module, input):
+        if module.training:
+            dropped.append(module.p)
+        return input
+
+    @recorder.around(nn.LSTM, "forward")
+    def between_layers(forward, module, *inputs):
+        if module.training:
+            dropped.append(module.dropout)
+        with mock.patch.object(module, "dropout", 0.0):
+            return forward(module, *inputs)
+
+
+def dropped_there() -> list[float]:
+    """Return, on the server, the probability of each dropout there."""
+    return dropped
+
+
 def shortened(language: data.Language, args: Namespace) -> data.Language:
     """Return the first tokens of a language: four steps an epoch, and two of validation.
 
@@ -288,6 +315,9 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
             seen.seconds += 1000
             original(*place, **mode)
 
+        if world_size > 2:
+            let_all_pass(recorder)
+
         for part in (tutorial.EmbeddingTable, tutorial.Decoder):
             @recorder.around(part, "__init__")
             def make_slowly(init, *place):
@@ -307,6 +337,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
 
             metrics = train(rank, world_size, args, model_class, *how)
             mine = {name: getattr(seen, name) for name in ("initial", "entries", "together")}
+            mine["dropped"] = {"trainer": dropped, "server": rpc.rpc_sync("ps", dropped_there)}
             everyone.extend(gathered(mine) if dist.is_initialized() else [mine])
             return metrics
 
@@ -342,6 +373,8 @@ def compare(recordings: list[dict], metrics: dict, args: Namespace) -> dict:
             # It begins with the second epoch; the loss before the first one is in the checkpoint.
             del alone["steps"][: EPOCHS - 1], alone["evaluations"][:EPOCHS]
         hold_training(found, recordings, names, alone["steps"])
+        if len(names) > 1:
+            hold_dropout(found, recordings, names, len(sum(alone["steps"], [])), args)
         hold_reading(found, "validation", recorded(recordings, names, training=False),
                      sum(alone["evaluations"], []), "piece")
         hold_metrics(found, metrics, alone, language, args)
@@ -395,6 +428,18 @@ def hold_training(found: Comparison, recordings: list[dict], names: list[str],
                          for step in steps],
                         [{name: step[what][part] for name in owners} for step in expected],
                         TOLERANCE, BECAUSE)
+
+
+def hold_dropout(found: Comparison, recordings: list[dict], names: list[str], n_steps: int,
+                 args: Namespace) -> None:
+    """Hold the calls of dropout: the LSTM's on each trainer, those of both parts on the server."""
+    counted = {name: Counter(map(str, recording["dropped"]["trainer"]))
+               for name, recording in zip(names, recordings, strict=True)}
+    counted["ps"] = Counter(map(str, recordings[0]["dropped"]["server"]))
+    expected = dict.fromkeys(names, n_steps) | {"ps": 2 * n_steps * len(names)}
+    found.equal("training, dropout", [counted],
+                [{name: {str(args.dropout): n} for name, n in expected.items()}],
+                f"--dropout {args.dropout} in each of {n_steps} steps", "run")
 
 
 def recorded(recordings: list[dict], names: list[str], training: bool) -> list[dict[str, dict]]:
@@ -493,10 +538,7 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
         SystemExit: 1 if something does not hold.
     """
     args.program, args.epochs = program.__name__, EPOCHS
-    if args.world_size == 2:  # one trainer
-        args.dropout, args.nlayers = args.dropout or DROPOUT, max(2, args.nlayers)
-    else:
-        args.dropout = 0.0
+    args.dropout, args.nlayers = args.dropout or DROPOUT, max(2, args.nlayers)
     local = args.rank is None and not dist.is_torchelastic_launched()
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder, "run.pt") if args.checkpoint else None  # the user's is left alone

@@ -96,6 +96,14 @@ class Decoder(Part):
         return self.decoder(self.drop(output.to(self.device))).cpu()
 
 
+class Adam(optim.Adam):
+    """Is optim.Adam under a name that `DistributedOptimizer` does not know.
+
+    Of those it makes ordinary optimizers. Of torch's own it makes a functional form, whose state
+    nobody can fetch for a checkpoint.
+    """
+
+
 class RNNModel(nn.Module):
     """Joins both processes to one model: RPC stands where two GPUs have `Tensor.to(device)`."""
 
@@ -138,7 +146,7 @@ class RNNModel(nn.Module):
 
     def make_optimizer(self, args: Namespace) -> DistributedOptimizer:
         """Make one optimizer for parameters anywhere, each of which steps where it is."""
-        return DistributedOptimizer(OPTIMIZERS[args.optimizer], self.parameter_rrefs(), lr=args.lr)
+        return DistributedOptimizer(Adam, self.parameter_rrefs(), lr=args.lr)  # Tutorial: optim.SGD
 
     def set_mode(self, training: bool, seed: int) -> None:
         """Switch dropout on or off in all parts, and seed its masks.
@@ -153,21 +161,6 @@ class RNNModel(nn.Module):
     def init_hidden(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the state before the first token: twice (nlayers, B, nhid)."""
         return torch.zeros(2, self.nlayers, batch_size, self.nhid, device=self.device).unbind()
-
-
-class SGD(optim.SGD):
-    """Is optim.SGD under a name that `DistributedOptimizer` does not know.
-
-    Of those it makes ordinary optimizers. Of torch's own it makes a functional form, whose state
-    nobody can fetch for a checkpoint.
-    """
-
-
-class Adam(optim.Adam):
-    """Is optim.Adam; see `SGD`."""
-
-
-OPTIMIZERS = {"sgd": SGD, "adam": Adam}  # Tutorial: optim.SGD
 
 
 def _parameter_rrefs(module: nn.Module) -> list[rpc.RRef]:
@@ -190,8 +183,7 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
     epochs, initial_val_loss = (
         saving.restore(model, opt, rank, args) if args.resume
         else ([], results.evaluate(model, criterion, val_table, args.bptt)))
-    history = results.History(args, train_table, epochs, initial_val_loss,
-                              role_name(rank, world_size), show=rank == 1)
+    history = results.History(args, train_table, epochs, initial_val_loss, opt)
     for epoch in range(len(epochs), args.epochs):
         # A seed for the dropout of each epoch: a resumed training goes on as if never stopped.
         model.set_mode(training=True, seed=1_000_000 * args.seed + 1000 * epoch + 2 * rank)
@@ -209,11 +201,9 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
                 dist_autograd.backward(context_id, [loss])
                 # Every owner of parameters steps. No zero_grad(): the next step has a new context.
                 opt.step(context_id)
-                history.count_round_trips(context_id, opt)
-            history.add(loss, len(data))
+                history.add(loss, len(data), context_id)
         history.end_epoch(results.evaluate(model, criterion, val_table, args.bptt))
         if rank == 1:
-            history.log_epoch()
             saving.save(model, opt, history, language, args)
     return results.summary(history, model, language, args) if rank == 1 else None
 
@@ -248,8 +238,6 @@ def build_parser(example: str = "rpc_rnn", description: str = __doc__) -> Parser
     add("--dropout", type=bounded(float, at_least=0, at_most=1), default=0.0, metavar="P",
         help="of embeddings and states; small texts need some")
     add("--lr", type=bounded(float, above=0), default=0.005, help="learning rate")
-    add("--optimizer", choices=OPTIMIZERS, default="adam",
-        help="on every owner of parameters")
     parser.add_checkpoint_flags()
     return parser
 

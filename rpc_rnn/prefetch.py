@@ -72,8 +72,7 @@ class PrefetchingModel(tutorial.RNNModel):
     def make_optimizer(self, args: Namespace) -> DistributedOptimizer:
         """Make an optimizer whose step also looks up what the model reads next."""
         # Ordinary ones: torch's functional form would see no `.grad`.
-        return PrefetchingOptimizer(self, tutorial.OPTIMIZERS[args.optimizer],
-                                    self.parameter_rrefs(), lr=args.lr)
+        return PrefetchingOptimizer(self, tutorial.Adam, self.parameter_rrefs(), lr=args.lr)
 
 
 def get_next_batch(table: torch.Tensor, bptt: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -52,54 +52,61 @@ class History:
         table: the tokens of this trainer's columns.
         epochs: `{"loss", "val_loss"}` of each epoch so far, in nats per token.
         initial_val_loss: the loss of the validation tokens before the first step.
-        role: of this trainer, for the printed lines.
-        show: whether this trainer has the bar.
+        opt: what steps the model.
     """
 
     def __init__(self, args: Namespace, table: torch.Tensor, epochs: list[dict[str, float]],
-                 initial_val_loss: float, role: str, show: bool) -> None:
-        self.epochs, self.initial_val_loss, self.role = [*epochs], initial_val_loss, role
+                 initial_val_loss: float, opt: DistributedOptimizer) -> None:
+        self.epochs, self.initial_val_loss, self.opt = [*epochs], initial_val_loss, opt
         self.steps, self.train_s, self.round_trips = 0, 0.0, None
+        here = rpc.get_worker_info()
+        self.role, self.reports = here.name, here.id == 1  # the first trainer, for all
         n_steps = math.ceil((len(table) - 1) / args.bptt)  # of an epoch
-        self.bar = report.progress(args.epochs * n_steps, "step", len(epochs) * n_steps, show, role)
+        self.bar = report.progress(args.epochs * n_steps, "step", len(epochs) * n_steps,
+                                   self.reports, self.role)
 
     def begin_epoch(self) -> None:
         """Begin to count the time of an epoch."""
         self.losses, self.began = [], time.perf_counter()
 
-    def count_round_trips(self, context_id: int, opt: DistributedOptimizer) -> None:
+    def add(self, loss: torch.Tensor, rows: int, context_id: int | None = None) -> None:
+        """Add a step.
+
+        Args:
+            loss: its mean loss of a token.
+            rows: how many rows of tokens it has read.
+            context_id: of its distributed autograd context, in which its round trips are counted.
+
+        Raises:
+            NotFiniteError: if the loss is not a number any more.
+        """
+        at = f"at step {len(self.losses) + 1} of epoch {len(self.epochs) + 1}"
+        self.losses.append((report.require_finite(loss, at), rows))
+        if context_id is not None:
+            self.count_round_trips(context_id)
+        self.ended = time.perf_counter()
+        self.bar.update()
+
+    def count_round_trips(self, context_id: int) -> None:
         """Count the RPCs of a step by what they leave in its context, before it ends."""
         context = dist_autograd._retrieve_context(context_id)  # torch has no public name for it
         sent, received = len(context._send_functions()), len(context._recv_functions())
         # Every tensor that came or went with a graph sends its gradient back.
         forward, backward = received, sent + received
         average = 2 if dist.is_initialized() and dist.get_rank() == 0 else 0
-        step = sum(not optimizer.is_owner() for optimizer in opt.remote_optimizers)
+        step = sum(not optimizer.is_owner() for optimizer in self.opt.remote_optimizers)
         # At its end, the context is released on all other workers that know it.
         release = len(set(context._known_worker_ids()) - {rpc.get_worker_info().id})
         self.round_trips = forward + backward + average + step + release
 
-    def add(self, loss: torch.Tensor, rows: int) -> None:
-        """Add the mean loss of a step that has read so many rows of tokens.
-
-        Raises:
-            NotFiniteError: if it is not a number any more.
-        """
-        at = f"at step {len(self.losses) + 1} of epoch {len(self.epochs) + 1}"
-        self.losses.append((report.require_finite(loss, at), rows))
-        self.ended = time.perf_counter()
-        self.bar.update()
-
     def end_epoch(self, val_loss: float) -> None:
-        """Add the epoch, with the loss of the validation tokens after it."""
+        """Add the epoch, with the loss of the validation tokens after it, and print its line."""
         self.epochs.append({"loss": mean_loss(self.losses), "val_loss": val_loss})
         self.steps += len(self.losses)
         self.train_s += self.ended - self.began  # without the validation
-
-    def log_epoch(self) -> None:
-        """Print the line of the last epoch."""
-        text = "epoch {}  loss {loss:.3f}  validation loss {val_loss:.3f}"
-        report.log(self.role, text.format(len(self.epochs), **self.epochs[-1]))
+        if self.reports:
+            text = "epoch {}  loss {loss:.3f}  validation loss {val_loss:.3f}"
+            report.log(self.role, text.format(len(self.epochs), **self.epochs[-1]))
 
 
 def mean_loss(losses: list[tuple[float, int]]) -> float:

@@ -16,7 +16,7 @@ from tests import warm
 
 TEXT = Path(__file__).parent.parent / "README.ja.md"
 RL = "--seed 7 --gamma 0.9 --lr 0.03"
-RNN = f"--seed 7 --corpus {TEXT} --batch_size 4 --bptt 11 --ninp 9 --nhid 12 --lr 0.5 --optimizer sgd"
+RNN = f"--seed 7 --corpus {TEXT} --batch_size 4 --bptt 11 --ninp 9 --nhid 12 --lr 0.05"
 TABLE = "--seed 7 --num_embeddings 30 --embedding_dim 5 --num_classes 3 --lr 0.05 --sparse"
 SHARDS = "--seed 7 --arch resnet18 --num_classes 7 --lr 0.01"
 UPDATES = "--seed 7 --world_size 3 --arch resnet18 --batch_size 3 --image_size 36 --num_classes 5 --lr 0.01"
@@ -116,7 +116,7 @@ CHECKS = {
     "param_server.flat_update": {UPDATES: 16},
     "rpc_rnn.main": {f"{RNN} --nlayers 3 --dropout 0.5": 21, "--seed 7 --batch_size 1": 22},
     "rpc_rnn.prefetch": {f"{RNN} --nlayers 3 --dropout 0.5": 21},
-    "rpc_rnn.several_trainers": {f"{RNN} --nlayers 3 --dropout 0.5 --world_size 4": 22},
+    "rpc_rnn.several_trainers": {f"{RNN} --nlayers 3 --dropout 0.5 --world_size 4": 23},
     "transformer_parallel.main": {f"{LETTERS} --world_size 3 --batch_size 12 --bucket_kb 300 --accumulate 2": 37},
     "transformer_parallel.zero": {f"{LETTERS} --world_size 5 --batch_size 10": 46, "--world_size 4 --batch_size 4 --seq_len 1 --blocks 1 --steps 1": 46},
     "transformer_parallel.experts": {

@@ -294,7 +294,7 @@ OTHER_COUNTS = ("--batch_size", "--bptt", "--num_steps", "--epochs", "--steps", 
 MORE_COUNTS = ("--global_batch_size", "--log_interval", "--max_episodes", "--num_batches", "--num_episode", "--num_repeat",
                "--num_splits", "--num_updates", "--observers", "--ranks_per_machine", "--repeats", "--split_size", "--split_sizes",
                "--total_steps_per_episode", "--width", "--world_size")
-CHOICES = ("--arch", "--dataset", "--demo", "--envs", "--kind", "--method", "--optimizer", "--schedule",
+CHOICES = ("--arch", "--dataset", "--demo", "--envs", "--kind", "--method", "--schedule",
            "--sharding", "--truncation")
 NOT_A_FILE = "must be a file, not a folder, a pipe or a device"
 SECONDS = "at least 0.01 and at most 10000000"

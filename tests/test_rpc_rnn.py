@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,10 +88,10 @@ def test_the_parts_draw_other_numbers(monkeypatch):
 
 @pytest.mark.parametrize("program", [rpc_rnn, prefetch, several_trainers])
 def test_check_passes_through_a_checkpoint(program, tmp_path):
-    """A text, two layers, SGD: one epoch, the other one resumed; the user's own checkpoint is left alone."""
+    """A text, two layers: one epoch, the other one resumed; the user's own checkpoint is left alone."""
     saved = tmp_path / "run.pt"
-    differences = program.main(["--check", "--corpus", str(TEXT), "--batch_size", "4", "--nlayers", "2", "--optimizer",
-                                "sgd", "--lr", "1", "--checkpoint", str(saved), "--output_dir", str(tmp_path)])
+    differences = program.main(["--check", "--corpus", str(TEXT), "--batch_size", "4", "--nlayers", "2", "--lr",
+                                "0.02", "--checkpoint", str(saved), "--output_dir", str(tmp_path)])
     for title in ("stopped", "resumed"):
         assert differences[f"{title}, sample"] == differences[f"{title}, text"] == 0
     assert not saved.exists()
@@ -101,11 +102,11 @@ def test_prefetch_makes_fewer_round_trips(tmp_path):
 
 
 @pytest.mark.parametrize("val_loss", [1000.0, math.inf, math.nan])
-def test_no_perplexity(val_loss):
+def test_no_perplexity(val_loss, monkeypatch):
     """A finite loss may have one that is no float any more."""
     args = parsed(*SHORT)
-    history = results.History(args, range(2), [{"loss": 1.0, "val_loss": val_loss}], 1.0, "trainer",
-                              show=False)
+    monkeypatch.setattr(rpc_rnn.rpc, "get_worker_info", lambda: SimpleNamespace(id=2, name="trainer2"))
+    history = results.History(args, range(2), [{"loss": 1.0, "val_loss": val_loss}], 1.0, None)
     language = load_language(args)
     with pytest.raises(results.NotFiniteError, match="after epoch 1: training has diverged"):
         results.summary(history, None, language, args)

@@ -33,13 +33,12 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
     model = model_class("ps", language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout,
                         args.seed, args.device)
     opt = model.make_optimizer(args)
-    optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
+    optimizer = Adam(model.parameters(), lr=args.lr)
     criterion = nn.CrossEntropyLoss()
     epochs, initial_val_loss = (
         saving.restore(model, opt, rank, args) if args.resume
         else ([], results.evaluate(model, criterion, val_table, args.bptt)))
-    history = results.History(args, train_table, epochs, initial_val_loss,
-                              role_name(rank, world_size), show=rank == 1)
+    history = results.History(args, train_table, epochs, initial_val_loss, opt)
     for epoch in range(len(epochs), args.epochs):
         model.set_mode(training=True, seed=1_000_000 * args.seed + 1000 * epoch + 2 * rank)
         hidden = model.init_hidden(args.batch_size)
@@ -51,10 +50,8 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
                 loss = criterion(output.flatten(0, 1), target.flatten())
                 dist_autograd.backward(context_id, [loss])
                 optimizer.step()
-                history.count_round_trips(context_id, opt)
-            history.add(loss, len(data))
+                history.add(loss, len(data), context_id)
         history.end_epoch(results.evaluate(model, criterion, val_table, args.bptt))
         if rank == 1:
-            history.log_epoch()
             saving.save(model, opt, history, language, args)
     return results.summary(history, model, language, args) if rank == 1 else None
