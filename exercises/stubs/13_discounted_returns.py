@@ -2,7 +2,7 @@
 
 
 def returns(self, rewards: list[float], terminated: bool) -> list[float]:
-    """1人のオブザーバーの1エピソードについて、各ステップの割引収益（return）を求めます。
+    """1つのオブザーバーの1エピソードについて、各ステップの割引収益（return）を求めます。
 
     self: `Agent`。`self.args.gamma`は割引率、`self.args.truncation`は時間切れの扱い
         （"bootstrap"または"terminal"）、`self.eps`は0で割るのを防ぐ小さな数です。

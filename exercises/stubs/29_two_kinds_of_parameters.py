@@ -13,7 +13,7 @@ def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     offsets: 各バッグ（行の組）が`indices`のどこから始まるか。形は(バッグ数,)です。
     戻り値: スコア。形は(バッグ数, クラス数)です。
     `nn.EmbeddingBag`の`forward(indices, offsets)`は、バッグごとの行の和（形は(バッグ数, 埋め込みの
-    次元)）を返します。表はサーバーのCPUにあり、トレーナーへコピーしてはいけません。
+    次元)）を返します。テーブルはサーバーのCPUにあり、トレーナーへコピーしてはいけません。
 
     Look up the table of the server, and compute scores with the linear layer that is here.
 

@@ -5,7 +5,7 @@ def predict(n_trainers, num_embeddings, embedding_dim, num_classes, n_indices, n
     """1つのトレーナーの1ステップで、ネットワークを流れるテンソルのバイト数を予測します。
 
     n_trainers: トレーナーの数。
-    num_embeddings, embedding_dim: サーバーにある表の行数と、1行の数の個数。
+    num_embeddings, embedding_dim: サーバーの埋め込みテーブルの行数と、1行の数の個数。
     num_classes: クラスの数。トレーナーの`nn.Linear(embedding_dim, num_classes)`は、重みとバイアスを
         持ちます。
     n_indices, n_bags: 1ステップで引く行の数と、バッグ（行の組）の数。どちらも平均です。
