@@ -210,7 +210,7 @@ class Seen:
     `initial`: its first weights. `entries`: a dict for each piece of text, of the training and of
     the validation: the tokens read, the state before them, the targets, the loss, and in training
     the gradients and the weights after the step. `together`: whether all trainers had loaded a
-    checkpoint before this one went on. `seconds`: of its clock, on which a step takes 1, and 1000
+    checkpoint before this one went on. `seconds`: of its clock, on which a backward takes 1, and 1000
     what is between two epochs.
     """
 
@@ -239,7 +239,6 @@ class Seen:
 
     def after_step(self, context_id: int, _: tuple[float, float]) -> None:
         """Add the gradients and the weights, while the context is there."""
-        self.seconds += 1
         if self.entries:
             self.entries[-1] |= self.look(context_id)
 
@@ -309,6 +308,11 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
         recorder.on_forward(seen.before_forward, seen.after_forward)
         recorder.on_context(after=seen.after_step)
         recorder.put(tutorial.results, "time", SimpleNamespace(perf_counter=lambda: seen.seconds))
+
+        @recorder.around(tutorial.dist_autograd, "backward")
+        def backward_in_a_second(original, *step):
+            seen.seconds += 1
+            original(*step)
 
         @recorder.around(tutorial.RNNModel, "set_mode")
         def set_mode_slowly(original, *place, **mode):
