@@ -44,7 +44,7 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from param_server.data import count_batches, get_next_batch, require_inputs
+from param_server.data import get_next_batch, require_inputs
 from param_server.results import History, finish
 
 SERVER_NAME = "parameter_server"
@@ -223,8 +223,7 @@ def run_training_loop(
     server = net.param_server_rref
     first_epoch = remote_method("get_first_epoch", server)
     remote_method("all_gather", server, rank, None)  # all begin together
-    history = History(rank, role_name(rank, args.world_size), first_epoch,
-                      count_batches(train_set, rank, args), args)
+    history = History(rank, train_set, first_epoch, args)
     for epoch in range(first_epoch, args.epochs):
         for data, target in get_next_batch(train_set, rank, epoch, args):
             with net.turn(), dist_autograd.context() as cid:

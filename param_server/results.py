@@ -6,6 +6,10 @@ from argparse import Namespace
 
 import torch
 from common import picture, report
+from torch.distributed import rpc
+from torch.utils.data import TensorDataset
+
+from param_server.data import count_batches
 
 CONSISTENCY = {"param_server": "lock", "param_server_async": "async",
                "param_server_bounded": "bounded"}  # by the example's name
@@ -39,18 +43,18 @@ class History:
 
     Args:
         rank: of the trainer.
-        role: its name, for the printed lines.
+        train_set: the images of all trainers.
         first_epoch: how many epochs the checkpoint has behind it.
-        n_batches: of an epoch.
         args: the parsed flags.
     """
 
-    def __init__(self, rank: int, role: str, first_epoch: int, n_batches: int, args: Namespace
+    def __init__(self, rank: int, train_set: TensorDataset, first_epoch: int, args: Namespace
                  ) -> None:
-        self.rank, self.role, self.first_epoch = rank, role, first_epoch
+        self.rank, self.role, self.first_epoch = rank, rpc.get_worker_info().name, first_epoch
         self.started, self.steps = time.time(), [[]]
+        n_batches = count_batches(train_set, rank, args)
         self.bar = report.progress(args.epochs * n_batches, "step", first_epoch * n_batches,
-                                   show=rank == 1, role=role)
+                                   show=rank == 1, role=self.role)
 
     def add(self, loss: torch.Tensor, n_samples: int) -> None:
         """Add a step that has just ended, with the mean loss of its images.

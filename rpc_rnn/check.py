@@ -210,8 +210,8 @@ class Seen:
     `initial`: its first weights. `entries`: a dict for each piece of text, of the training and of
     the validation: the tokens read, the state before them, the targets, the loss, and in training
     the gradients and the weights after the step. `together`: whether all trainers had loaded a
-    checkpoint before this one went on. `seconds`: of its clock, on which a backward takes 1, and 1000
-    what is between two epochs.
+    checkpoint before this one went on. `seconds`: of its clock, on which a backward takes 1, and
+    1000 what is between two epochs.
     """
 
     def __init__(self, rank: int) -> None:

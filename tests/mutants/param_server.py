@@ -89,10 +89,8 @@ MUTANTS = [
            check="training images"),
     mutant("throughput with the warm-up", MAIN,
            '    remote_method("all_gather", server, rank, None)  # all begin together\n'
-           "    history = History(rank, role_name(rank, args.world_size), first_epoch,\n"
-           "                      count_batches(train_set, rank, args), args)\n",
-           "    history = History(rank, role_name(rank, args.world_size), first_epoch,\n"
-           "                      count_batches(train_set, rank, args), args)\n"
+           "    history = History(rank, train_set, first_epoch, args)\n",
+           "    history = History(rank, train_set, first_epoch, args)\n"
            '    remote_method("all_gather", server, rank, None)\n', check="moments"),
     mutant("the loss of the last step only", "param_server/results.py",
            '{"loss": sum(map(sum, same)) / sum(map(len, same))}', '{"loss": same[0][-1]}', check="mean losses"),
