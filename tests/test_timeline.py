@@ -268,7 +268,7 @@ def saved(tmp_path_factory):
     run(0, (1, "hold", 0.5, None, {"rref": "0.0", "owner": 0}),
         (2, "run", 1.1, 1.3, {"call": [1, 1], "name": "select_action"}), barrier(3, 2.0),
         (4, "call", 3.0, None, {"to": 2, "name": "run_episode", "how": "rpc_async", "waits": False, "bytes": 1}),
-        (5, "future", 3.1, 3.4, {}))
+        (5, "future", 3.1, 3.4, {"done": [["rpc_rl/main.py", 94, "Observer.run_episode"]]}))
     run(1, (1, "call", 1.0, 1.4, {"to": 0, "name": "select_action", "how": "rpc_sync", "waits": True, "bytes": 305}),
         (2, "hold", 1.05, 1.45, {"rref": "0.0", "owner": 0}), barrier(4, 2.1),
         (5, "context", 1.05, 1.45, {"context": "1.0"}),
@@ -371,6 +371,11 @@ def test_line_rrefs_futures_and_contexts(opened, saved):
     at_step(replay, 15)
     assert replay.inner_text("#futures").splitlines() == ["agent → observer2: run_episode",
                                                           "agent (rpc_rl/main.py:91)"]
+    assert "rpc_rl/main.py:91 " in replay.inner_text("#facts")  # where it is opened
+    at_step(replay, 16)
+    assert "rpc_rl/main.py:94 " in replay.inner_text("#facts")  # where it is completed
+    at_step(replay, 8)
+    assert "no. 1 in its group" in replay.inner_text("#facts")
 
 
 def test_keys_and_mouse(opened, saved):

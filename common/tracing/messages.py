@@ -472,7 +472,7 @@ def _record_futures() -> None:
     def complete(function):
         def recorded(future, result):
             if future in _made:
-                _recorder.finish(_made[future])
+                _recorder.finish(_made[future], done=timeline.here())
             function(future, result)
 
         return recorded

@@ -39,7 +39,7 @@ def write(record: dict, begin: float, end: float, windows: dict[str, tuple[float
             return ms(value)
         if name in INDICES and value is not None:
             return [new[i] for i in value if i in new] if name == "with" else new.get(value)
-        return place(value) if name == "where" else value
+        return place(value) if name in ("where", "done") else value
 
     shown = [{name: there for name, value in op.items() if name not in ("index", "slice")
               and (there := of_page(name, value)) is not None} for op in ops]
