@@ -14,7 +14,7 @@ It shows that the slowest rank sets the pace, and what becomes of a rank that wa
     torchrun --nproc_per_node 2 ddp_basic/skew.py
 
 It ends with, about:
-    skew on 2 ranks: a step takes 0.503 s where rank 1 takes 0.5 s longer, 0.003 s where none does
+    skew on 2 ranks: a step takes 0.503 s where rank 1 takes 0.5 s longer, 0.002 s where none does
 """
 
 import argparse
