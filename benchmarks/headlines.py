@@ -49,7 +49,7 @@ HEADLINES = {  # name: (command, the keys that name the rows of its tables)
     "hierarchical": ("p2p_collectives/shared_memory.py --ranks_per_machine 2",
                      ("collective", "bytes", "way")),
     "peers": ("-m benchmarks.peers --rounds 2", ("name",)),
-    "peers_envpool": ("-m benchmarks.peers --only one_process envpool --rounds 5", ("name",)),
+    "peers_envpool": ("-m benchmarks.peers --only one_process batch_rl envpool --rounds 5", ("name",)),
     "peers_collectives": ("-m benchmarks.peers.collectives --rounds 1",
                           ("world_size", "collective", "bytes", "way")),
     "ring_memory": ("-m benchmarks.ring_memory", ("way", "seq_len")),
