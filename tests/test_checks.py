@@ -118,14 +118,14 @@ CHECKS = {
     "rpc_rnn.prefetch": {f"{RNN} --nlayers 3 --dropout 0.5": 21},
     "rpc_rnn.several_trainers": {f"{RNN} --nlayers 3 --dropout 0.5 --world_size 4": 23},
     "transformer_parallel.main": {f"{LETTERS} --world_size 3 --batch_size 12 --bucket_kb 300 --accumulate 2": 37},
-    "transformer_parallel.zero": {f"{LETTERS} --world_size 5 --batch_size 10": 46, "--world_size 4 --batch_size 4 --seq_len 1 --blocks 1 --steps 1": 46},
+    "transformer_parallel.zero": {f"{LETTERS} --world_size 5 --batch_size 10": 54, "--world_size 4 --batch_size 4 --seq_len 1 --blocks 1 --steps 1": 54},
     "transformer_parallel.experts": {
         f"{LETTERS} --world_size 3 --batch_size 6 --blocks 3 --experts 6 --capacity_factor 0.8 --balance 0.1": 49,
         "--world_size 2 --batch_size 2 --seq_len 4 --blocks 1 --experts 2 --capacity_factor 0.1 --balance 0": 49,
     },
     "transformer_parallel.mesh": {
-        f"{LETTERS} --world_size 6 --row 3 --batch_size 12 --seq_len 12 --blocks 7 --micro_batches 2": 52,
-        "--world_size 2 --row 1 --batch_size 2 --seq_len 4 --blocks 2 --micro_batches 1": 52,
+        f"{LETTERS} --world_size 6 --row 3 --batch_size 12 --seq_len 12 --blocks 7 --micro_batches 2": 62,
+        "--world_size 2 --row 1 --batch_size 2 --seq_len 4 --blocks 2 --micro_batches 1": 62,
     },
     "transformer_parallel.recompute": {
         f"{LETTERS} --world_size 3 --batch_size 6 --blocks 5 --every 2": 54,
@@ -134,10 +134,10 @@ CHECKS = {
     "transformer_parallel.ring_attention": {
         f"{LETTERS} --world_size 3 --batch_size 2 --seq_len 12": 42, "--world_size 2 --batch_size 1 --seq_len 4 --blocks 1": 42,
     },
-    "transformer_parallel.tensor_parallel": {f"{LETTERS} --world_size 3 --batch_size 4": 21, "--world_size 2 --batch_size 1 --seq_len 2 --blocks 1": 21},
+    "transformer_parallel.tensor_parallel": {f"{LETTERS} --world_size 3 --batch_size 4": 34, "--world_size 2 --batch_size 1 --seq_len 2 --blocks 1": 34},
     "transformer_parallel.pipeline": {
-        f"{LETTERS} --world_size 3 --batch_size 6 --micro_batches 6 --blocks 7": 38,
-        "--world_size 2 --batch_size 2 --seq_len 4 --micro_batches 2 --blocks 4": 38,
+        f"{LETTERS} --world_size 3 --batch_size 6 --micro_batches 6 --blocks 7": 54,
+        "--world_size 2 --batch_size 2 --seq_len 4 --micro_batches 2 --blocks 4": 54,
     },
 }
 QUICK = ("rpc_rl.fast", "ddp_rpc_hybrid.main", "rpc_rnn.main", "p2p_collectives.main")

@@ -437,7 +437,7 @@ REFUSED = [
     ("transformer_parallel.pipeline", "--micro_batches 7", "--batch_size 24 must be a multiple of --micro_batches 7"),
     ("transformer_parallel.pipeline", "--blocks 3", "--blocks 3 must be at least"),
     ("transformer_parallel.pipeline", "--micro_batches 6", "--micro_batches 6 must be a multiple of 4 ranks"),
-    ("transformer_parallel.pipeline", "--ways pipelining --micro_batches 2", "--micro_batches 2 must be at least 4, for --ways pipelining"),
+    ("transformer_parallel.pipeline", "--ways torch_1f1b --micro_batches 2", "--micro_batches 2 must be at least 4, for --ways torch_1f1b"),
     ("transformer_parallel.ring_attention", "--seq_len 60", "--seq_len 60 must be a multiple of 8: the pieces of a row"),
     ("transformer_parallel.tensor_parallel", "--world_size 5", "--world_size 5 must divide the model's 12 heads"),
     ("transformer_parallel.tensor_parallel", "--seq_len 63", "--seq_len 63 must be a multiple of 4 ranks"),

@@ -10,7 +10,7 @@ from transformer_parallel import check, results
 DERIVED = {  # way: its program
     "each": "main", "zero1": "zero", "zero3": "zero", "tensor": "tensor_parallel", "gather": "ring_attention",
     "ring": "ring_attention", "replicas": "experts", "experts": "experts", "1f1b": "pipeline", "interleaved": "pipeline",
-    "data_tensor": "mesh", "data_pipeline": "mesh",
+    "data_tensor": "mesh", "data_pipeline": "mesh", "dtensor": "tensor_parallel", "torch": "mesh", "moved": "mesh",
 }  # fmt: skip
 
 

@@ -37,7 +37,6 @@ IN_FLOAT32 = 1e-6, "float32 rounding, not bfloat16's"
 UNITS = 48  # of the model: like its 144, they divide by 12 heads and by 2, 3 and 4 ranks
 STEPS = 2  # the second one needs what the first has left: moments, vectors, what was moved
 FLOAT64 = 8  # bytes
-NOT_DERIVED = ("dtensor", "torch", "moved")  # torch decides what is sent and held
 FAR_FROM_ROUNDING = 1e-10  # for two probabilities
 State = dict[str, torch.Tensor]
 
@@ -582,8 +581,6 @@ def hold_costs(findings: Comparison, way: str, reported: list[dict], args: Names
     if args.program == tutorial.__name__:
         findings.equal(f"{way}, backwards", [rank["figures"]["losses"] for rank in reported],
                        [args.accumulate] * n, "of --accumulate, in the last step")
-    if way in NOT_DERIVED:
-        return
     if way == "ddp":  # which fills its buckets in the order in which backward came to them
         order = reported[0]["figures"]["order of gradients"]
         sizes = {name: sizes[name] for name in reversed(order)}
@@ -672,49 +669,66 @@ def zero(stage: int) -> Callable[..., dict]:
     return formula
 
 
-def fsdp(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
-    """Compute what `fully_shard` sends and holds: it pads each parameter to as many rows."""
-    part = FLOAT64 * sum(math.ceil(size[0] / n) * math.prod(size[1:]) for size in sizes.values())
-    units = len({re.match(r"blocks\.\d+|\w+", name)[0] for name in sizes})
-    # Without the padding: of 3 rows, 2 ranks step 2 and 1.
-    stepped = [FLOAT64 * sum(max(0, min(rows := math.ceil(size[0] / n), size[0] - rank * rows))
-                             * math.prod(size[1:]) for size in sizes.values())
-               for rank in range(n)]
-    return {"calls": {"all_gather": 2 * units, "reduce_scatter": units},
-            "bytes sent": 3 * part * (n - 1), "weights held": part, "gradients held": part,
-            "state held": [2 * of_rank for of_rank in stepped]}
+def fsdp(gathers: int) -> Callable[..., dict]:
+    """Return the formula of `fully_shard`, which pads each parameter to as many rows.
+
+    Args:
+        gathers: of the weights, in a step.
+    """
+    def formula(args, n, sizes):
+        part = FLOAT64 * sum(math.ceil(size[0] / n) * math.prod(size[1:])
+                             for size in sizes.values())
+        units = len({re.match(r"blocks\.\d+|\w+", name)[0] for name in sizes})
+        # Without the padding: of 3 rows, 2 ranks step 2 and 1.
+        stepped = [FLOAT64 * sum(max(0, min(rows := math.ceil(size[0] / n), size[0] - rank * rows))
+                                 * math.prod(size[1:]) for size in sizes.values())
+                   for rank in range(n)]
+        return {"calls": {"all_gather": gathers * units, "reduce_scatter": units},
+                "bytes sent": (1 + gathers) * part * (n - 1), "weights held": part,
+                "gradients held": part, "state held": [2 * of_rank for of_rank in stepped]}
+    return formula
 
 
-def tensor(sequence: bool) -> Callable[..., dict]:
-    """Return the formula of tensor parallelism; with `sequence`, an all-reduce is two halves."""
+def tensor(sequence: bool, torchs: bool = False) -> Callable[..., dict]:
+    """Return the formula of tensor parallelism; with `sequence`, an all-reduce is two halves.
+
+    Of torch's, what DTensor's operators send by themselves is not counted: for the loss, and for
+    the gradients of norms. It keeps the gradient of the embedding whole.
+    """
     def formula(args, n, sizes):
         ring = (n - 1) / n
         tokens = FLOAT64 * args.batch_size * args.seq_len
         activations = tokens * Shape().units
         passes = 4 * args.blocks + 2  # two each in a block, forward and backward; embedding, head
-        # Of a block: two norms and two biases; of the model a norm. The loss: maximum, sum, target.
-        small = 3 * tokens
-        calls = {"all_reduce": 3}
-        replicated = {name: size for name, size in sizes.items()
-                      if "norm" in name or name.endswith(("out.bias", "down.bias"))}
-        if sequence:
-            calls["all_reduce"] += len(replicated)
-            calls |= {"all_gather": passes, "reduce_scatter": passes}
-            small += FLOAT64 * sum(map(math.prod, replicated.values()))
-        else:
-            calls["all_reduce"] += passes
+        calls = ({"all_gather": passes, "reduce_scatter": passes} if sequence else
+                 {"all_reduce": passes})
+        sent, whole_gradients = passes * activations, 0
+        replicated = {name: size for name, size in sizes.items() if is_replicated(name)}
         held = FLOAT64 * sum(math.prod(size) / (1 if name in replicated else n)
                              for name, size in sizes.items())
+        if torchs:
+            whole_gradients = FLOAT64 * math.prod(sizes["embedding.weight"]) * ring
+        else:  # the loss: maximum, sum, target
+            calls["all_reduce"] = calls.get("all_reduce", 0) + 3
+            sent += 3 * tokens
+            if sequence:
+                calls["all_reduce"] += len(replicated)
+                sent += FLOAT64 * sum(map(math.prod, replicated.values()))
         # In units of a block's input: norms need theirs (2), and two numbers of each token; query,
         # key and value, and up, what enters them (2), which is whole. The rest is cut: query, key,
         # value, what attention found (4) and of each head the sum of a softmax; the MLP's (8).
         norms = 2 * Shape().units + 2 * 2
         kept = (2 * Shape().units + (12 * Shape().units + Shape().heads) / n
                 + (norms / n if sequence else norms)) * tokens * args.blocks
-        return {"calls": calls, "bytes sent": 2 * ring * (passes * activations + small),
-                "weights held": held, "gradients held": held, "state held": 2 * held,
-                "MB kept": kept / 1e6}
+        return {"calls": calls, "bytes sent": 2 * ring * sent, "weights held": held,
+                "gradients held": held + whole_gradients, "state held": 2 * held,
+                **({} if torchs else {"MB kept": kept / 1e6})}
     return formula
+
+
+def is_replicated(name: str) -> bool:
+    """Return whether a parameter is on all ranks whole: of a block two norms and two biases."""
+    return "norm" in name or name.endswith(("out.bias", "down.bias"))
 
 
 def grid(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
@@ -724,6 +738,38 @@ def grid(args: Namespace, n: int, sizes: dict[str, torch.Size]) -> dict:
     costs = tensor(False)(of_row, args.row, sizes)
     return {**costs, "calls": {"all_reduce": costs["calls"]["all_reduce"] + len(sizes)},
             "bytes sent": costs["bytes sent"] + 2 * costs["gradients held"] * (rows - 1) / rows}
+
+
+def grid_by_torch(moved: bool) -> Callable[..., dict]:
+    """Return the formula of torch's grid: tensor parallelism in rows, `fully_shard` in columns.
+
+    What is around the blocks is gathered once: the outermost `fully_shard` keeps it for backward.
+
+    Args:
+        moved: to a mesh of a single column.
+    """
+    def formula(args, n, sizes):
+        row = 1 if moved else args.row
+        columns = n // row
+        of_row = Namespace(**{**vars(args), "batch_size": args.batch_size // columns})
+        local = {}
+        for name, size in sizes.items():
+            by_inputs = name.endswith(("out.weight", "down.weight"))
+            cut = [1 if is_replicated(name) else row, 1][::-1 if by_inputs else 1]
+            local[name] = torch.Size(rows // n for rows, n in zip(size, cut, strict=False))
+        blocks = {name: size for name, size in local.items() if name.startswith("blocks.")}
+        around = {name: size for name, size in local.items() if name not in blocks}
+        costs, again = fsdp(2)(args, columns, blocks), fsdp(1)(args, columns, around)
+        sums = tensor(False, torchs=True)(of_row, row, sizes)
+        along = {"all_gather": 2 * args.blocks + 1, "reduce_scatter": args.blocks + 1}
+        return {"calls": (along if columns > 1 else {}) | (sums["calls"] if row > 1 else {}),
+                "bytes sent": sums["bytes sent"] + costs["bytes sent"] + again["bytes sent"],
+                **{f"{what} held": costs[f"{what} held"] + again[f"{what} held"]
+                   for what in ("weights", "gradients")},
+                "state held": [sum(of_both) for of_both in
+                               zip(costs["state held"], again["state held"], strict=True)
+                               for _ in range(row)]}
+    return formula
 
 
 def numbers_of_stages(args: Namespace, stages: int,
@@ -881,9 +927,11 @@ def in_bfloat16(inputs: int) -> Callable[..., dict]:
 
 FORMULAS = {
     "each": replicas, "replicas": replicas, "buckets": buckets, "overlap": overlap, "ddp": ddp,
-    "zero1": zero(1), "zero2": zero(2), "zero3": zero(3), "fsdp": fsdp,
-    "tensor": tensor(False), "sequence": tensor(True),
+    "zero1": zero(1), "zero2": zero(2), "zero3": zero(3), "fsdp_zero2": fsdp(1), "fsdp": fsdp(2),
+    "tensor": tensor(False), "dtensor": tensor(False, torchs=True),
+    "sequence": tensor(True), "dtensor_sequence": tensor(True, torchs=True),
     "data": replicas, "data_tensor": grid, "data_pipeline": grid_of_stages,
+    "torch": grid_by_torch(moved=False), "moved": grid_by_torch(moved=True),
     **{way: context(way) for way in ring_attention.WAYS},
     "plain": recomputing(1), "recompute": recomputing(2), "checkpoint": recomputing(2),
     # The norms' inputs stay in float32 (4), and are kept in bfloat16, too, for what follows (2);
@@ -892,5 +940,6 @@ FORMULAS = {
     "bf16": in_bfloat16(18), "autocast": in_bfloat16(20),
     "gpipe": pipeline(1, lambda rank, n, m: m), "1f1b": pipeline(1, one_f_one_b),
     "interleaved": pipeline(2, lambda rank, n, m: min(2 * m, 3 * n - 1 - 2 * rank)),
-    "pipelining": pipeline(1, None), "pipeline": pipeline(1, one_f_one_b),
+    "torch_gpipe": pipeline(1, None), "torch_1f1b": pipeline(1, None),
+    "torch_interleaved": pipeline(2, None), "pipeline": pipeline(1, one_f_one_b),
 }

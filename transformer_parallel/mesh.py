@@ -48,6 +48,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 
 from transformer_parallel import main as tutorial
 from transformer_parallel import results
@@ -152,7 +153,7 @@ def mesh_of(model: Transformer, row: int) -> DeviceMesh:
 
 def cut_twice(model: Transformer, mesh: DeviceMesh) -> Transformer:
     """Cut layers for the ranks of a row, and what each then has for those of its column."""
-    model = cut_by_torch(model, mesh["row"])
+    model = cut_by_torch(model, mesh["row"], Replicate())
     for block in model.blocks:
         fully_shard(block, mesh=mesh["column"])
     return fully_shard(model, mesh=mesh["column"])

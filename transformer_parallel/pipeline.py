@@ -8,7 +8,7 @@ bubble. The order in which a rank computes decides how long, and how many micro-
     1f1b          a backward as soon as there is one   the same            n - rank
     interleaved   two short stages in place of one     (n-1) / (2m+n-1)    3n - 1 - 2 rank, in one
                                                                            of its two stages each
-    pipelining    torch's Schedule1F1B, the second
+    torch_gpipe, torch_1f1b, torch_interleaved: the same, by torch.distributed.pipelining
 
 Of n ranks and m micro-batches, where a backward takes twice as long as a forward. Here four ranks
 share what cores there are, so the seconds show no bubble; it is computed from the order.
@@ -18,7 +18,7 @@ share what cores there are, so the seconds show no bubble; it is computed from t
     rank 1      F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
     rank 2         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
 
-    python transformer_parallel/pipeline.py                 all four, on four ranks
+    python transformer_parallel/pipeline.py                 all six, on four ranks
     python transformer_parallel/pipeline.py --micro_batches 4
     python transformer_parallel/pipeline.py --check         the same numbers as one process?
 
@@ -34,7 +34,12 @@ import torch.distributed as dist
 from common.cli import Parser, bounded, refuse
 from common.program import run_program
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from transformer_parallel import main as tutorial
 from transformer_parallel import results
@@ -193,14 +198,18 @@ class Interleaved(Pipeline):
     schedule, stages_of_rank = staticmethod(interleaved), 2
 
 
-class TorchPipeline(OneFOneB):
-    """Leaves it to torch.distributed.pipelining."""
+class TorchGPipe(Pipeline):
+    """Leaves the first to torch.distributed.pipelining."""
+
+    make_torchs = ScheduleGPipe
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         super().__init__(model, args)
         device = next(self.stages.parameters()).device
-        stage = PipelineStage(self.stages[str(self.rank)], self.rank, self.n, device)
-        self.torchs = Schedule1F1B(stage, self.m, loss_fn=loss_of)
+        stages = [PipelineStage(stage, int(number), self.last + 1, device)
+                  for number, stage in self.stages.items()]
+        self.torchs = self.make_torchs(stages if len(stages) > 1 else stages[0], self.m,
+                                       loss_fn=loss_of)
 
     def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Let torch compute the order; it wants tokens in the first stage, targets in the last."""
@@ -214,8 +223,20 @@ class TorchPipeline(OneFOneB):
         return {}
 
 
+class Torch1F1B(TorchGPipe):
+    """Leaves the second to torch."""
+
+    make_torchs = Schedule1F1B
+
+
+class TorchInterleaved(TorchGPipe):
+    """Leaves the third to torch."""
+
+    make_torchs, stages_of_rank = ScheduleInterleaved1F1B, 2
+
+
 WAYS = {"gpipe": Pipeline, "1f1b": OneFOneB, "interleaved": Interleaved,
-        "pipelining": TorchPipeline}
+        "torch_gpipe": TorchGPipe, "torch_1f1b": Torch1F1B, "torch_interleaved": TorchInterleaved}
 
 
 def bubble(orders: list[list[Action]]) -> float:
@@ -268,17 +289,18 @@ def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     results.require_room(args, copies=1)
-    n, stages = args.world_size, args.world_size * (2 if "interleaved" in args.ways else 1)
+    n, twice = args.world_size, [way for way in args.ways if WAYS[way].stages_of_rank == 2]
+    stages = n * (2 if twice else 1)
     if args.batch_size % args.micro_batches:
         refuse(f"--batch_size {args.batch_size} must be a multiple of --micro_batches "
                f"{args.micro_batches}: every one has as many rows")
     if args.blocks < stages:
         refuse(f"--blocks {args.blocks} must be at least {stages}: each stage needs one")
-    if "interleaved" in args.ways and args.micro_batches % n:
+    if twice and args.micro_batches % n:
         refuse(f"--micro_batches {args.micro_batches} must be a multiple of {n} ranks: "
-               "--ways interleaved sends as many at a time")
-    if "pipelining" in args.ways and args.micro_batches < n:
-        refuse(f"--micro_batches {args.micro_batches} must be at least {n}, for --ways pipelining")
+               f"--ways {twice[0]} sends as many at a time")
+    if "torch_1f1b" in args.ways and args.micro_batches < n:
+        refuse(f"--micro_batches {args.micro_batches} must be at least {n}, for --ways torch_1f1b")
     return run_program(run_worker, args, role_name, results.finish)
 
 

@@ -211,10 +211,11 @@ def finish(metrics: dict, args: Namespace, model: Transformer | None = None) -> 
         what for row in rows for what, figure in row["figures"].items()
         if not isinstance(figure, list)))
     waited = any(row["waited_ms"] > 1 for row in rows)
-    print(f"\n{'':12}{'sent':>11}" + "".join(f"{what:>12}" for what in (*held, *others))
+    wide = max(12, 2 + max(len(row["way"]) for row in rows))
+    print(f"\n{'':{wide}}{'sent':>11}" + "".join(f"{what:>12}" for what in (*held, *others))
           + f"{'a step':>10}{'waiting' if waited else '':>{10 * waited}}{'loss':>9}")
     for row in rows:
-        print(f"{row['way']:12}{row['sent_mb']:8.2f} MB"
+        print(f"{row['way']:{wide}}{row['sent_mb']:8.2f} MB"
               + "".join(f"{row['held_mb'][what]:9.2f} MB" for what in held)
               + "".join(f"{short(row['figures'].get(what)):>12}" for what in others)
               + f"{row['step_ms']:7.0f} ms" + (f"{row['waited_ms']:7.0f} ms" if waited else "")

@@ -12,12 +12,12 @@ inputs (rows), need one sum over the ranks. So each rank has some heads and some
     tensor      all tokens on each rank          2 all-reduces of (batch, tokens, units)
     sequence    T / N tokens on each rank:       2 all-gathers and 2 reduce-scatters: as many
                 norms and sums are cut, too      bytes, and fewer activations are held
-    dtensor     torch's parallelize_module, which is the first
+    dtensor, dtensor_sequence                    torch's parallelize_module, which is both
 
 The embedding and the head are cut by characters of the vocabulary; the loss, which needs the sum
 over all of them, is computed without ever gathering the logits.
 
-    python transformer_parallel/tensor_parallel.py                 all three, on four ranks
+    python transformer_parallel/tensor_parallel.py                 all four, on four ranks
     python transformer_parallel/tensor_parallel.py --world_size 3 --seq_len 63
     python transformer_parallel/tensor_parallel.py --check         the same numbers as one process?
 
@@ -34,13 +34,7 @@ from common.cli import Parser, refuse
 from common.program import run_program
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Placement, Replicate, Shard, parallel
 from torch.nn import functional as F
 
 from transformer_parallel import main as tutorial
@@ -218,6 +212,12 @@ def vocabulary_loss(logits: torch.Tensor, targets: torch.Tensor, group: Group) -
     return (total.log() - of_target).mean()
 
 
+def own_places(tokens: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Return where this rank's tokens are, if each rank has a part of every row."""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    return places.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
 class TensorParallel(Way):
     """Cuts the layers; each rank sees the whole batch, and all have the same loss."""
 
@@ -250,9 +250,8 @@ class SequenceParallel(TensorParallel):
 
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss; the places of this rank's tokens are not the first ones."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        mine = places.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
-        return vocabulary_loss(self.model(tokens, mine), targets, self.group)
+        logits = self.model(tokens, own_places(tokens, self.group))
+        return vocabulary_loss(logits, targets, self.group)
 
     def finish_gradients(self) -> None:
         """Sum what each rank has found from its tokens alone."""
@@ -264,13 +263,16 @@ class SequenceParallel(TensorParallel):
 class TorchTensorParallel(TensorParallel):
     """Leaves it to `parallelize_module`, which makes DTensors of the weights."""
 
+    between = Replicate()  # what lies between the layers: on each rank
+
     def __init__(self, model: Transformer, args: Namespace) -> None:
         mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-        Way.__init__(self, cut_by_torch(model, mesh), args)  # TensorParallel's would cut, too
+        # TensorParallel's would cut, too.
+        Way.__init__(self, cut_by_torch(model, mesh, self.between), args)
 
     def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Compute both where torch's loss, and its backward, know that logits are cut."""
-        with loss_parallel():
+        with parallel.loss_parallel():
             return super().forward_backward(tokens, targets)
 
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -282,18 +284,44 @@ class TorchTensorParallel(TensorParallel):
         return {}
 
 
-def cut_by_torch(model: Transformer, mesh: DeviceMesh) -> Transformer:
-    """Cut the same layers with torch's `parallelize_module`, in place."""
-    plan = {"embedding": RowwiseParallel(input_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+class TorchSequenceParallel(TorchTensorParallel):
+    """Leaves it to `parallelize_module`, and cuts what lies between the layers, too."""
+
+    between = Shard(1)
+
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss; the places of this rank's tokens are not the first ones."""
+        return loss_of(self.model(tokens, own_places(tokens)), targets).to_local()
+
+
+def cut_by_torch(model: Transformer, mesh: DeviceMesh, between: Placement) -> Transformer:
+    """Cut the same layers with torch's `parallelize_module`, in place.
+
+    Args:
+        model: the whole model.
+        mesh: of the ranks that have a part each.
+        between: where the tokens between the layers are: `Replicate()` all on each rank, `Shard(1)`
+            a part each.
+    """
+    column, row = parallel.ColwiseParallel, parallel.RowwiseParallel
+    plan = {"embedding": row(input_layouts=Replicate(), output_layouts=between),
+            "head": column(input_layouts=between, output_layouts=Shard(-1),
+                           use_local_output=False)}
+    for name in ("attention", "mlp"):  # once for query, key and value: one all-reduce, not three
+        plan[f"blocks.*.{name}"] = parallel.PrepareModuleInput(
+            input_layouts=between, desired_input_layouts=Replicate())
     for name in ("attention.query", "attention.key", "attention.value", "mlp.up"):
-        plan[f"blocks.*.{name}"] = ColwiseParallel()
+        plan[f"blocks.*.{name}"] = column()
     for name in ("attention.out", "mlp.down"):
-        plan[f"blocks.*.{name}"] = RowwiseParallel()
-    return parallelize_module(model, mesh, plan)
+        plan[f"blocks.*.{name}"] = row(output_layouts=between)
+    if between.is_shard():
+        for name in ("blocks.*.norm1", "blocks.*.norm2", "norm"):
+            plan[name] = parallel.SequenceParallel()
+    return parallel.parallelize_module(model, mesh, plan)
 
 
-WAYS = {"tensor": TensorParallel, "sequence": SequenceParallel, "dtensor": TorchTensorParallel}
+WAYS = {"tensor": TensorParallel, "sequence": SequenceParallel, "dtensor": TorchTensorParallel,
+        "dtensor_sequence": TorchSequenceParallel}
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:

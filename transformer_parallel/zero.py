@@ -10,13 +10,15 @@ Of P bytes of weights, AdamW needs P bytes of gradients and 2 P of moments besid
     zero3       P / N      P / N        2 P / N     3: all-gather of weights in forward, and again
                                                        in backward; reduce-scatter of gradients
     fsdp        torch's fully_shard (FSDP2), which is zero3
+    fsdp_zero2  the same, with reshard_after_forward=False: no second all-gather. It sends what
+                zero2 does, and has whole weights from forward to backward only
 
 `zero3` has the weights of a block only while it computes:
 
     forward    gather 0, compute, free | gather 1, compute, free | ...
     backward   ... | gather 1, compute, scatter gradients, free | gather 0, ...
 
-    python transformer_parallel/zero.py                 all five, on four ranks
+    python transformer_parallel/zero.py                 all six, on four ranks
     python transformer_parallel/zero.py --ways zero3
     python transformer_parallel/zero.py --check         the same numbers as one process?
 
@@ -194,12 +196,20 @@ class Zero3(Zero2):
 class TorchFSDP(Way):
     """Leaves it to `fully_shard`, which cuts each parameter along its first dimension."""
 
+    reshard_after_forward = True
+
     def __init__(self, model: Transformer, args: Namespace) -> None:
         device = next(model.parameters()).device
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for module in units_of(model):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         super().__init__(fully_shard(model, mesh=mesh), args)
+
+
+class TorchFSDPZero2(TorchFSDP):
+    """Leaves it to `fully_shard`, and keeps what forward has gathered until backward is over."""
+
+    reshard_after_forward = False
 
 
 def units_of(model: Transformer) -> list[nn.Module]:
@@ -207,7 +217,8 @@ def units_of(model: Transformer) -> list[nn.Module]:
     return [model.embedding, *model.blocks, model.norm, model.head]
 
 
-WAYS = {"replicas": Each, "zero1": Zero1, "zero2": Zero2, "zero3": Zero3, "fsdp": TorchFSDP}
+WAYS = {"replicas": Each, "zero1": Zero1, "zero2": Zero2, "zero3": Zero3,
+        "fsdp": TorchFSDP, "fsdp_zero2": TorchFSDPZero2}
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:

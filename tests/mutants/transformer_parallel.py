@@ -70,4 +70,6 @@ MUTANTS = [
             "        unit.scatter_gradients()\n", "zero3, weights", ZERO),
     _mutant("zero3, weights are not fetched for backward", ZERO,
             "        output.register_hook(lambda gradient: unit.gather_weights())\n", "", "zero3|error", ZERO),
+    _mutant("FSDP drops the weights after forward, where it should not", ZERO, "reshard_after_forward = False",
+            "reshard_after_forward = True", "fsdp_zero2, (calls|bytes)", ZERO),
 ]

@@ -26,6 +26,8 @@ MUTANTS = [
     _mesh("the ranks of a row see other rows of the batch", "whole.chunk(dist.get_world_size(self.column))[dist.get_rank(self.column)]",
           "whole.chunk(self.size)[dist.get_rank()]", "data_tensor, gradients|error"),
     _mesh("all rows see the first part of the batch", "[dist.get_rank(self.column)]", "[0]", "data_tensor, gradients"),
+    _mesh("torch: what is around the blocks is gathered twice", 'return fully_shard(model, mesh=mesh["column"])',
+          'return fully_shard(model, mesh=mesh["column"], reshard_after_forward=True)', "torch, (calls|bytes)"),
     _mesh("torch: all rows see the first part", '[self.mesh["column"].get_local_rank()]', "[0]", "torch, gradients"),
     _mesh("moved: the weights stay behind", '{"model": model, "optimizer": optimizer}', '{"model": {}, "optimizer": optimizer}',
           "moved, gradients|error"),
