@@ -34,15 +34,6 @@ WORDS = {
 }
 ENV_BYTES, STEP_BYTES = 4000, 200  # an environment, and what is kept of each of its steps, at least
 BETWEEN_LINES_S = 1.0  # of a comparison, where there is no bar
-# What a timeline shows (common/tracing). Grey between them: waiting for the other side.
-SPANS = {
-    "gymnasium.wrappers:TimeLimit.step": ["env.step"],
-    "batch_rl.main:Agent.act": ["select_action"],
-    "batch_rl.main:Agent.finish_episode": ["finish_episode"],
-    "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv.step": ["env.step"],
-    "batch_rl.vector:Group.act": ["select_action"],
-    "batch_rl.vector:VectorAgent.finish_episode": ["finish_episode"],
-}
 
 
 def env_steps(returns: torch.Tensor) -> int:

@@ -8,13 +8,6 @@ import torch
 from common import report
 from torch import nn
 
-# What a timeline shows (common/tracing).
-SPANS = {
-    "torch.nn.parallel:DistributedDataParallel.forward": ["forward"],
-    "torch:Tensor.backward": ["backward with all_reduce"],
-    "torch.optim:SGD.step": ["step"],
-}
-
 
 def loss_on(inputs: torch.Tensor, labels: torch.Tensor, model: nn.Module,
             loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:

@@ -7,9 +7,6 @@ from collections.abc import Iterable
 from common import picture, report
 from common.tracing import page
 
-from ddp_basic import results
-
-SPANS = results.SPANS  # what a timeline shows
 DRAWN_STEPS = 5
 WORDS = {
     "en": {"title": "Rank {rank} loses {delay:g} s in each step, and so do all the others",

@@ -20,14 +20,6 @@ WORDS = {
            "x": "エポック", "y": "損失（ナット）", "y2": "正解率（%）", "loss": "訓練の損失",
            "accuracy": "新しいバッチでの正解率", "chance": "{classes}クラスから当て推量した場合"},
 }
-# What a timeline shows (common/tracing).
-SPANS = {
-    "torch.nn:EmbeddingBag.forward": ["forward", "backward", "HybridModel.forward"],
-    "torch.nn.parallel:DistributedDataParallel.forward": ["forward"],
-    "torch.distributed.autograd:backward": ["backward with all_reduce"],
-    "torch.distributed.optim:DistributedOptimizer.step": ["remote call"],
-    "ddp_rpc_hybrid.main:SGD.step": ["step"],
-}
 
 
 class History:

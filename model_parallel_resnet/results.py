@@ -26,16 +26,6 @@ WORDS = {
            "ideal": "理想：(m + 1) / 2m", "here": "測定値（{name}）", "seconds": "%.2f秒",
            "tutorial": "チュートリアル（GPU 2個、起動時間を含む）"},
 }
-# What a timeline shows (common/tracing) beside the workers' spans, which measuring.py records.
-SPANS = {
-    "model_parallel_resnet.main:DistResNet50.forward": ["remote call"],
-    "model_parallel_resnet.early_backward:EarlyResNet50.forward": ["remote call"],
-    "model_parallel_resnet.early_backward:EarlyOptimizer.add": ["remote call"],
-    "model_parallel_resnet.early_backward:EarlyOptimizer.step": ["remote call"],
-    "torch.nn:MSELoss.forward": ["loss"],
-    "torch.distributed.autograd:backward": ["remote call"],
-    "torch.distributed.optim:DistributedOptimizer.step": ["remote call"],
-}
 
 
 class Batches:

@@ -6,16 +6,6 @@ from common import report
 
 from p2p_collectives.expected import single_process
 
-COLLECTIVES = ["broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter",
-               "all_to_all", "barrier", "new_group"]
-# What a timeline shows (common/tracing).
-SPANS = {
-    "torch.distributed:send": ["send"],
-    "torch.distributed:recv": ["recv"],
-    "torch.distributed:all_reduce": ["all_reduce"],
-    **{f"torch.distributed:{name}": ["collective"] for name in COLLECTIVES},
-}
-
 
 def finish(metrics: dict, args: Namespace) -> dict:
     """Write metrics.json, print the tables and the line of numbers; return the whole metrics.

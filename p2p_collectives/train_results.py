@@ -9,14 +9,6 @@ from common import report
 from torch import nn
 from torch.utils.data import TensorDataset
 
-# What a timeline shows (common/tracing); DDP's all_reduce is inside of its backward.
-SPANS = {
-    "p2p_collectives.train:Net.forward": ["forward"],
-    "torch:Tensor.backward": ["backward"],
-    "torch.distributed:all_reduce": ["all_reduce"],
-    "torch.optim:SGD.step": ["step"],
-}
-
 
 class Clock:
     """Counts the seconds that are spent inside of it, and how many times it was entered."""

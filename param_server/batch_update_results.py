@@ -12,11 +12,6 @@ from common.tracing import page
 
 SPENT = {"compute": {"color": "C0"}, "transfer": {"color": "C5", "hatch": "////"},
          "waiting": {"color": page.IDLE}}
-# What a timeline shows (common/tracing): the trainers compute, the server steps for all of them.
-SPANS = {
-    "torchvision.models.resnet:ResNet.forward": ["forward", "backward", "Trainer.train"],
-    "torch.optim:SGD.step": ["step", None, "BatchUpdateParameterServer.update_and_fetch_model"],
-}
 WORDS = {
     "en": {"title": "{arch}, {trainers} trainers: what an update is spent on", "x": "update",
            "y": "seconds, mean of the trainers", "compute": "compute", "transfer": "transfer",

@@ -28,14 +28,6 @@ STALENESS = {
            "x": "フォワードパスからその勾配による更新までに行われた更新の回数（陳腐化）",
            "y": "勾配の数", "trainer": "トレーナー"},
 }
-# What a timeline shows (common/tracing): the server computes, the trainers wait for it.
-SPANS = {
-    "param_server.main:Net.forward": ["forward", "backward"],
-    "param_server.main:SGD.step": ["step"],
-    "param_server.main:TrainerNet.forward": ["remote call"],
-    "torch.distributed.autograd:backward": ["remote call"],
-    "torch.distributed.optim:DistributedOptimizer.step": ["remote call"],
-}
 
 
 class History:

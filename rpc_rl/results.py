@@ -9,13 +9,6 @@ from common import picture, report
 from common.cli import refuse
 
 ENV_NAME = "CartPole-v1"
-# What a timeline shows (common/tracing): the agent answers, the observers step.
-SPANS = {
-    "rpc_rl.main:Agent.select_action": ["select_action"],
-    "rpc_rl.fast:FastAgent.select_action": ["select_action"],
-    "rpc_rl.main:Agent.finish_episode": ["finish_episode"],
-    "gymnasium.wrappers:TimeLimit.step": ["env.step"],
-}
 WORDS = {
     "en": {"title": "{env} over RPC: {observers} observers, one agent", "x": "episode",
            "y": "reward (steps balanced)", "reward": "reward of the worst observer",

@@ -31,16 +31,6 @@ WORDS = {
 }
 
 
-# What a timeline shows (common/tracing): the parts compute, the trainer waits for some of it.
-SPANS = {
-    "rpc_rnn.main:EmbeddingTable.forward": ["forward", "backward"],
-    "torch.nn:LSTM.forward": ["forward", "backward"],
-    "rpc_rnn.main:Decoder.forward": ["forward", "backward"],
-    "torch.distributed.autograd:backward": ["remote call"],
-    "torch.distributed.optim:DistributedOptimizer.step": ["remote call"],
-}
-
-
 # --- the metrics
 
 

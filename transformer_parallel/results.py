@@ -18,11 +18,6 @@ from transformer_parallel.model import Shape, Transformer
 from transformer_parallel.traffic import Traffic
 
 MB = 1e6
-SPANS = {
-    "transformer_parallel.model:Block.forward": ["forward"],
-    "torch.autograd:backward": ["backward"],
-    "torch.optim:AdamW.step": ["step"],
-}
 
 
 def shown_first(spans_by_role: dict[str, list[dict]],

@@ -35,7 +35,7 @@ def merged(folder: Path) -> dict | None:
         belongs to the operation `op`; it leaves the rank `source` in the operation `out` (None: in
         C++) at the time `left`, and comes to `target` in `into` at `came` (None: never).
     """
-    record, found, seen = None, {}, set()
+    record, found, seen, asked = None, {}, set(), []
     for path in sorted(folder.glob("rank-*")):
         events = read(path)
         if not events or events[0][1] in seen:  # it has been sent, and is here as well
@@ -45,10 +45,12 @@ def merged(folder: Path) -> dict | None:
         if record is None:
             record = {"title": title, "machine": machine, "lanes": roles, "ops": [], "arrows": [],
                       "spans": {role: [] for role in roles}}
-        threads = {main: 0}
+        threads, spans, bars = {main: 0}, record["spans"][roles[rank]], []
         for what, *event in events:
             if what == "span":
-                record["spans"][roles[rank]].append(event[0])
+                spans.append(event[0])
+            elif what == "bar":
+                bars.append(event)
             elif what == "begin":
                 number, start, kind, thread, where, about = event
                 threads.setdefault(thread, len(threads))
@@ -56,8 +58,17 @@ def merged(folder: Path) -> dict | None:
                                        "thread": threads[thread], "where": where, **about}
             elif what == "end" and (rank, event[0]) in found:
                 found[rank, event[0]] |= {"end": event[1], **event[2]}
+        own = {span["kind"] for span in spans}
+        for bar, run in bars:
+            if bar["kind"] not in own:
+                spans.append(bar)
+                asked.append((bar, found.get((rank, run), {})))
+        for span in spans:
+            span["thread"] = threads.setdefault(span["thread"], len(threads))
     if not found:
         return None
+    for bar, run in asked:  # without a line of the lesson here: that of the call
+        bar["where"] = bar["where"] or found.get(tuple(run.get("call", ())), {}).get("where", [])
     record["ops"] = sorted(found.values(), key=lambda op: op["start"])
     for index, op in enumerate(record["ops"]):
         op["index"] = index

@@ -51,7 +51,19 @@ COLLECTIVES = [*ROOTS, "all_reduce", "all_gather", "all_gather_into_tensor", "al
                "barrier", "monitored_barrier", "new_group", "init_process_group"]
 RREF = re.compile(r"created_on=(\d+), local_id=(\d+)")  # in the text of an RRef
 _recorder = None
-_here = threading.local()  # .depth: within a recorded function, which calls others of these
+
+
+class Here(threading.local):
+    """Holds what a thread is in."""
+
+    def __init__(self) -> None:
+        self.depth = 0  # above 0: in a recorded function, which calls others of these
+        self.waits = 0  # how many times it has waited so far
+        self.call, self.sync = None, False  # the RPC that it is about to send
+        self.run = None  # the operation in which RPC runs a function here
+
+
+here = Here()
 
 
 class Recorder:
@@ -97,6 +109,7 @@ class Recorder:
               op: int | None = None, **about: object) -> int:
         """Write that an operation begins, here or at `where`; return its number."""
         op = op or next(self.ids)
+        here.waits += kind == "wait" or bool(about.get("waits"))
         event = ("begin", op, time.time(), kind, thread or threading.get_ident(),
                  timeline.here() if where is None else where, about)
         self.open[op] = event
@@ -131,6 +144,11 @@ def start(folder: Path, rank: int, roles: list[str], title: str, machine: dict) 
     _record_futures()
 
 
+def write(*event: object) -> None:
+    """Write what work.py has recorded."""
+    _recorder.write(event)
+
+
 def failed(error: BaseException) -> None:
     """Record that this process ends by an exception."""
     _recorder.begin("failed", error=_in_a_line(error))
@@ -141,7 +159,7 @@ def _in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _replace(owner: object, name: str, make: Callable) -> None:
+def replace(owner: object, name: str, make: Callable) -> None:
     """Put `make(what there is)` in the place of a function, under its name."""
     there = getattr(owner, name, None)
     if there is not None:
@@ -151,15 +169,15 @@ def _replace(owner: object, name: str, make: Callable) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Record nothing of what this thread does meanwhile."""
-    _here.depth = getattr(_here, "depth", 0) + 1
+    here.depth += 1
     try:
         yield
     finally:
-        _here.depth -= 1
+        here.depth -= 1
 
 
 def _is_inside() -> bool:
-    return getattr(_here, "depth", 0) > 0
+    return here.depth > 0
 
 
 def _within(function: Callable, op: int, end: bool, /, *args: object, **kwargs: object) -> object:
@@ -220,7 +238,7 @@ def _record_groups(world_size: int) -> None:
         return make
 
     for name in (*PEERS, *COLLECTIVES):
-        _replace(dist, name, recorder_of(name))
+        replace(dist, name, recorder_of(name))
         if hasattr(dist, name):  # P2POp compares the two
             setattr(dist.distributed_c10d, name, getattr(dist, name))
 
@@ -235,7 +253,7 @@ def _record_groups(world_size: int) -> None:
 
         return wait
 
-    _replace(dist.Work, "wait", work_wait)
+    replace(dist.Work, "wait", work_wait)
 
     def shutdown(function):
         def recorded(*args, **kwargs):
@@ -245,8 +263,8 @@ def _record_groups(world_size: int) -> None:
 
         return recorded
 
-    _replace(rpc, "shutdown", shutdown)
-    _replace(rpc, "init_rpc", lambda function: lambda *args, **kwargs: _within(
+    replace(rpc, "shutdown", shutdown)
+    replace(rpc, "init_rpc", lambda function: lambda *args, **kwargs: _within(
         function, _recorder.begin("collective", name="init_rpc", waits=True, group="rpc",
                                   ranks=[*range(world_size)], number=0), True, *args, **kwargs))
 
@@ -278,7 +296,7 @@ def _record_calls(rank: int) -> None:
     local = rref_proxy._local_invoke, rref_proxy._local_invoke_async_execution
 
     def python_udf(func, args, kwargs):  # what will be sent: here it gets its number
-        _here.call = None
+        here.call = None
         if _is_inside():
             return udf_type(func, args, kwargs)
         asked = args[3].pop(TRACED, None) if func in local else None
@@ -288,7 +306,7 @@ def _record_calls(rank: int) -> None:
         call = {"op": next(_recorder.ids), "name": name}
         if asked:  # perhaps by another thread
             call["where"], call["thread"], asked[2] = asked[0], asked[1], call["op"]
-        _here.call = call
+        here.call = call
         return udf_type(func, args, {**kwargs, TRACED: [rank, call["op"]]})
 
     api.PythonUDF = python_udf
@@ -296,10 +314,10 @@ def _record_calls(rank: int) -> None:
     def sending(how: str) -> Callable:
         def make(function):
             def send(to, pickled, tensors, *args):
-                call, _here.call = getattr(_here, "call", None), None
+                call, here.call = here.call, None
                 if call is None:
                     return function(to, pickled, tensors, *args)
-                sync = how == "rpc" and getattr(_here, "sync", False)
+                sync = how == "rpc" and here.sync
                 size = len(pickled) + (_nbytes(tensors) or 0)
                 way = how if how == "remote" else "rpc_sync" if sync else "rpc_async"
                 op = _recorder.begin("call", to=to.id, bytes=size, how=way, waits=sync, **call)
@@ -316,17 +334,17 @@ def _record_calls(rank: int) -> None:
 
         return make
 
-    _replace(api, "_invoke_rpc_python_udf", sending("rpc"))
-    _replace(api, "_invoke_remote_python_udf", sending("remote"))
+    replace(api, "_invoke_rpc_python_udf", sending("rpc"))
+    replace(api, "_invoke_remote_python_udf", sending("remote"))
 
     def invoke(function):
         def invoked(to, func, rpc_type, *args, **kwargs):
-            _here.sync = rpc_type is internal.RPCExecMode.SYNC
+            here.sync = rpc_type is internal.RPCExecMode.SYNC
             return function(to, func, rpc_type, *args, **kwargs)
 
         return invoked
 
-    _replace(api, "_invoke_rpc", invoke)
+    replace(api, "_invoke_rpc", invoke)
 
     def invoke_proxy(function):
         def invoked(rref, rpc_api, name, timeout, *args, **kwargs):
@@ -340,15 +358,16 @@ def _record_calls(rank: int) -> None:
 
         return invoked
 
-    _replace(rref_proxy, "_invoke_rpc", invoke_proxy)
+    replace(rref_proxy, "_invoke_rpc", invoke_proxy)
 
     def run(call):
         caller = getattr(call, "kwargs", {}).pop(TRACED, None)
         if caller is None:
             return run_function(call)
         name = call.args[1] if call.func in local else getattr(call.func, "__qualname__", "")
-        op = _recorder.begin("run", call=caller, name=name)
+        here.run = op = _recorder.begin("run", call=caller, name=name)
         result = run_function(call)
+        here.run = None
         if isinstance(result, torch._C.Future):  # of an async_execution: it answers later
             result.add_done_callback(lambda _: _recorder.finish(op))
         elif isinstance(result, internal.RemoteException):
@@ -382,9 +401,9 @@ def _record_autograd() -> None:
 
         return recorded
 
-    _replace(autograd.context, "__enter__", enter)
-    _replace(autograd.context, "__exit__", leave)
-    _replace(autograd, "backward", lambda function: lambda *args, **kwargs: _within(
+    replace(autograd.context, "__enter__", enter)
+    replace(autograd.context, "__exit__", leave)
+    replace(autograd, "backward", lambda function: lambda *args, **kwargs: _within(
         function, _recorder.begin("wait", name="dist_autograd.backward"), True, *args, **kwargs))
 
 
@@ -432,8 +451,8 @@ def _record_rrefs() -> None:
         return rref
 
     pickler._py_rref_receiver = classmethod(receive)
-    _replace(rpc.RRef, "__init__", made)
-    _replace(rpc.PyRRef, "to_here", fetch)
+    replace(rpc.RRef, "__init__", made)
+    replace(rpc.PyRRef, "to_here", fetch)
 
 
 # --- futures
@@ -477,7 +496,7 @@ def _record_futures() -> None:
 
         return recorded
 
-    _replace(torch._C.Future, "wait", wait)
-    _replace(torch.futures.Future, "__init__", make)
-    _replace(torch.futures.Future, "set_result", complete)
-    _replace(torch.futures.Future, "set_exception", complete)
+    replace(torch._C.Future, "wait", wait)
+    replace(torch.futures.Future, "__init__", make)
+    replace(torch.futures.Future, "set_result", complete)
+    replace(torch.futures.Future, "set_exception", complete)

@@ -1,5 +1,6 @@
 """What a record leaves: a page (replay.py), a trace and a picture, each with the same colours."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,13 +9,14 @@ from common import picture, report
 from common.tracing import replay
 from common.tracing.cells import cell_of
 from common.tracing.merge import STATES
-from common.tracing.timeline import KINDS, OTHER, idle_share, within
+from common.tracing.timeline import KINDS, OTHER, idle_share, innermost, within
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Window = tuple[float, float]  # start and end, in seconds
 SHORTEST_S = 1e-6  # of a message in the trace, which an arrow can then begin and end in
+AROUND = ("init_process_group", "init_rpc", "rpc.shutdown")  # of a run: the picture leaves it out
 MESSAGES = 1000  # the row of the first one in the trace; the spans are above
 
 IDLE = "0.9"  # the grey of nothing
@@ -35,32 +37,35 @@ def save(record: dict, output_dir: Path, windows: dict[str, Window] | None = Non
         windows: `{caption: (start, end)}` in seconds: what the picture shows, below each other, and
             the page first; by default one with everything.
     """
-    of_spans = [span[key] for spans in record["spans"].values() for span in spans
-                for key in ("start", "end")]
-    times = of_spans + [op[key] for op in record["ops"] for key in ("start", "end") if op[key]]
+    times = [thing[key] for things in (record["ops"], *record["spans"].values())
+             for thing in things for key in ("start", "end") if thing[key]]
     begin, end = min(times), max(times)
     events = _trace_events(record, begin, end)
     with report.replacing(output_dir / "timeline.json") as temporary:
         temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     replay.write(record, begin, end, windows, output_dir / "replay.html")
-    spans_by_role = record["spans"]
-    if not any(spans_by_role.values()):
-        spans_by_role = _spans_of(record, end)
-    windows = windows or {"": (min(of_spans or times), max(of_spans or times))}
-    _draw(spans_by_role, record["title"], windows, output_dir / "timeline.png", record["machine"])
+    lanes = _lanes(record, end)
+    if not windows:
+        shown = list(itertools.chain(*(record["spans"] if any(record["spans"].values())
+                                       else lanes).values()))
+        windows = {"": (min((span["start"] for span in shown), default=begin),
+                        max((span["end"] for span in shown), default=end))}
+    _draw(lanes, record["title"], windows, output_dir / "timeline.png", record["machine"])
 
 
-def _spans_of(record: dict, end: float) -> dict[str, list[dict]]:
-    """Return the spans of a program without a list of them: what its processes wait in."""
-    spans = {role: [] for role in record["lanes"]}
-    for op in record["ops"]:
-        if op.get("waits") or op["kind"] == "wait":
-            kind = op["kind"] if op["kind"] in KINDS else "collective"
-            kind = "remote call" if op["kind"] in ("call", "fetch", "wait") else kind
-            spans[record["lanes"][op["rank"]]].append(
-                {"kind": op["name"] if op.get("name") in KINDS else kind, "start": op["start"],
-                 "end": op["end"] or end, "where": op["where"], "labels": {}})
-    return spans
+def _lanes(record: dict, end: float) -> dict[str, list[dict]]:
+    """Return what the picture shows of each process: what it computes, and what it waits for."""
+    lanes, ops = {role: list(spans) for role, spans in record["spans"].items()}, record["ops"]
+    for op in ops:
+        if (op.get("waits") or op["kind"] == "wait") and op["name"] not in AROUND:
+            on = ops[op["on"]] if op.get("on") is not None else op
+            kind = on["kind"] if on["kind"] in KINDS else "remote call"
+            kind = on["name"] if kind == "collective" and on["name"] in KINDS else kind
+            lanes[record["lanes"][op["rank"]]].append({
+                "kind": kind, "start": op["start"], "end": op["end"] or end, "behind": True,
+                "labels": {} if on["name"] == kind else {"name": on["name"]},
+                "thread": op["thread"]})
+    return {role: innermost(spans) for role, spans in lanes.items()}
 
 
 def _trace_events(record: dict, begin: float, end: float) -> list[dict]:
@@ -78,17 +83,14 @@ def _trace_events(record: dict, begin: float, end: float) -> list[dict]:
     for pid, (role, spans) in enumerate(record["spans"].items()):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": role}})
         spans = sorted(spans, key=lambda span: span["start"])
-        threads = {}  # numbered in the order of their first span
         for span, row in zip(spans, _rows(spans), strict=True):
-            args = dict(span["labels"])
-            if "thread" in span:
-                args["thread"] = threads.setdefault(span["thread"], len(threads) + 1)
             add(pid, row, span["kind"], span["start"], span["end"], "span",
-                args | _place(span.get("where", [])))
+                {**span["labels"], "thread": span["thread"], **_place(span["where"])})
         ops = [{**op, "end": max(op["end"] or end, op["start"] + SHORTEST_S)}
                for op in record["ops"] if op["rank"] == pid and op["kind"] not in STATES]
         for op, row in zip(ops, _rows(ops), strict=True):
-            args = {key: op[key] for key in ("bytes", "group", "number", "tag", "rref", "error")
+            args = {key: op[key] for key in ("thread", "bytes", "group", "number", "tag", "rref",
+                                           "error")
                     if op.get(key) is not None}
             name = op.get("name") or op["kind"]
             name = name if name == op["kind"] else f"{op['kind']} {name}"
@@ -170,10 +172,13 @@ def bar(kind: str) -> dict:
 
 
 def _draw_lane(axes: "Axes", y: float, spans: list[dict], zero: float, longest: float) -> None:
-    rows = _rows(spans)
-    height = 0.9 / (1 + max(rows, default=0))
-    for span, row in zip(spans, rows, strict=True):
+    behind = [span for span in spans if "behind" in span]  # each in full height
+    front = [span for span in spans if "behind" not in span]
+    rows = _rows(front)
+    of_rows = 0.9 / (1 + max(rows, default=0))
+    for span, row in zip(behind + front, [0] * len(behind) + rows, strict=True):
         start, width = span["start"] - zero, span["end"] - span["start"]
+        height = 0.9 if "behind" in span else of_rows
         middle = y + 0.05 + (row + 0.5) * height
         drawn = bar(span["kind"])
         if width <= 0.005 * longest:

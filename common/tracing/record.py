@@ -4,51 +4,35 @@
     torchrun --nproc_per_node 3 -m common.tracing param_server/main.py --epochs 2
     python -m common.tracing outputs/param_server      what a failed run under torchrun has left
 
-Recorded are all messages between the processes (messages.py), and the spans that are named beside
-the program, in its `results.py`, if they are:
-
-    SPANS = {"param_server.main:SGD.step": ["step"],              a function: the kind of its spans
-             "param_server.main:Net.forward": ["forward", "backward"]}
-
-The second kind is that of the backward of what the function returns. A third entry names the line
-of the lesson where there is none on the stack: "HybridModel.forward" calls a layer of torch's on
-another process. A program without results of its own has those of its folder. A
-`shown_first(spans_by_role, args)` beside `SPANS` chooses what is shown first.
+Recorded are all messages between the processes (messages.py), and what each of them computes
+(work.py). A `shown_first(spans_by_role, args)` in the program's `results.py` chooses what is shown
+first.
 
 In the end, also when it fails, the run leaves `replay.html`, `timeline.json` and `timeline.png`.
 """
 
 import contextlib
-import functools
 import importlib
-import inspect
 import os
-import pkgutil
 import shutil
 import sys
-import threading
-import time
 import zlib
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import common.program
-import torch
 import torch.distributed as dist
 from common import report
 from common.cli import refuse
 from common.launcher import watch
 from common.recorder import gathered
-from common.tracing import merge, messages, page, timeline
-from common.vision import import_torchvision
+from common.tracing import merge, messages, page, timeline, work
 from torch.distributed import rpc
 
 RECORD = "record"  # the folder in which the processes of a run leave what they have recorded
 STEPS_SHOWN = 3  # at first: the last ones
-PLAY_SHOWN_S = 0.02  # at first, where episodes are played: the end of the last one
-STEPS = ("step", "finish_episode")
+BARS_SHOWN = 40  # at first, of a process: the last ones, where steps are long
 
 
 class Traced:
@@ -67,8 +51,8 @@ class Traced:
         program = importlib.import_module(self.program)
         roles = [program.role_name(rank, world_size) for rank in range(world_size)]
         title = f"{self.program.replace('.', '/')}.py, {world_size} ranks"
+        work.start()
         messages.start(self.folder, rank, roles, title, report.machine(args))
-        wrap(getattr(results_of(self.program), "SPANS", {}), program)
         if args.rank is not None or os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
             gather_at_the_end(self.folder, rank)
         try:
@@ -124,80 +108,6 @@ def results_of(program: str) -> ModuleType:
     return importlib.import_module(f"{program.partition('.')[0]}.{results}")
 
 
-def wrap(spans: dict[str, list[str]], program: ModuleType) -> None:
-    """Record each function that `SPANS` names, in this process, whenever it is called."""
-    for name, (kind, *more) in spans.items():
-        module, _, attribute = name.partition(":")
-        if module.startswith("torchvision"):
-            import_torchvision()
-        owner, _, last = attribute.rpartition(".")
-        owner = pkgutil.resolve_name(f"{module}:{owner}")
-        of_backward, place = (*more, None, None)[:2]
-        function = getattr(owner, last)
-        own = timeline.place_of(
-            pkgutil.resolve_name(f"{program.__name__}:{place}") if place else function)
-        if not own and inspect.isclass(owner):
-            own = timeline.place_of(owner)  # a class of the lesson that inherits the function
-        # The bar shows what its kind does not: the class, or the function.
-        label = attribute.split(".")[0] if last == kind else last
-        labels = {} if label == kind else {"name": label}
-        setattr(owner, last, _recorded(function, kind, of_backward, own, labels))
-
-
-def _recorded(function: Callable, kind: str, of_backward: str | None, own: list,
-              labels: dict) -> Callable:
-    @functools.wraps(function)
-    def recorded(*args, **kwargs):
-        where, started = own or timeline.here(), time.time()
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            timeline.add(kind, started, time.time(), where, **labels)
-        if of_backward:
-            _record_backward(result, of_backward, where, labels)
-        return result
-
-    # Otherwise RPC would find the function behind the wrapper, and call that.
-    assert not hasattr(recorded, "_wrapped_async_rpc_function"), f"{function}: wrap what it calls"
-    return recorded
-
-
-def _record_backward(result: object, kind: str, where: list, labels: dict) -> None:
-    """Record the backward of a function: from the gradient of its result to its weights' last one.
-
-    Args:
-        result: a tensor, or a tuple that begins with one; nothing is recorded without a graph.
-        kind, where, labels: of the span.
-    """
-    out = result[0] if isinstance(result, tuple) else result
-    if not isinstance(out, torch.Tensor) or out.grad_fn is None:
-        return
-    nodes, todo = [], [out.grad_fn]
-    seen = {out.grad_fn}
-    while todo:
-        node = todo.pop()
-        following = {child for child, _ in node.next_functions if child is not None}
-        if any(type(child).__name__ == "AccumulateGrad" for child in following):
-            nodes.append(node)
-        todo += following - seen
-        seen |= following
-    started, left, lock = [], len(nodes), threading.Lock()
-
-    def begin(_):
-        started.append(time.time())
-
-    def one_is_done(*_):
-        nonlocal left
-        with lock:
-            left -= 1
-        if left == 0 and started:
-            timeline.add(kind, started[0], time.time(), where, **labels)
-
-    out.register_hook(begin)
-    for node in nodes:
-        node.register_hook(one_is_done)
-
-
 def gather_at_the_end(folder: Path, rank: int) -> None:
     """Let this process, when it leaves, send its file to rank 0, which may be on another machine.
 
@@ -238,7 +148,7 @@ def gather_at_the_end(folder: Path, rank: int) -> None:
 
 
 def shown_first(spans_by_role: dict[str, list[dict]]) -> dict[str, tuple[float, float]] | None:
-    """Choose the window of the last steps that all trainers make, or of the last episode's end.
+    """Choose the window of the last steps that all trainers make, or the end of it.
 
     Args:
         spans_by_role: `{role: spans}`.
@@ -246,16 +156,18 @@ def shown_first(spans_by_role: dict[str, list[dict]]) -> dict[str, tuple[float, 
     Returns:
         `{caption: (start, end)}`, or None, which is everything, where there are not enough steps.
     """
-    of_roles = {role: [span for span in spans
-                       if span["kind"] in STEPS or span["labels"].get("name") in STEPS]
-                for role, spans in spans_by_role.items()}
+    of_roles = [[span for span in spans if span["kind"] == "step"]
+                for spans in spans_by_role.values()]
     # Of the role that is the first to be through: until then, all others train, too.
-    steps = min(filter(None, of_roles.values()), key=lambda steps: steps[-1]["end"], default=[])
-    last = steps[-1] if steps else {"kind": None}
-    if last["kind"] == "finish_episode":
-        return {"": (last["start"] - PLAY_SHOWN_S, last["end"])}
-    ends = [span["end"] for span in steps if span["where"] == last["where"]][-STEPS_SHOWN - 1 :]
-    return {"": (ends[0], ends[-1])} if len(ends) > STEPS_SHOWN else None
+    steps = min(filter(None, of_roles), key=lambda steps: steps[-1]["end"], default=[])
+    ends = [span["end"] for span in steps if span["where"] == steps[-1]["where"]]
+    if not ends:
+        return None
+    start = ends[-STEPS_SHOWN - 1] if len(ends) > STEPS_SHOWN else 0
+    for spans in spans_by_role.values():
+        starts = sorted(span["start"] for span in spans if start <= span["start"] < ends[-1])
+        start = starts[-BARS_SHOWN] if len(starts) > BARS_SHOWN else start
+    return {"": (start, ends[-1])} if start else None
 
 
 def main(argv: list[str] | None = None) -> dict | None:

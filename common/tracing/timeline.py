@@ -12,6 +12,7 @@ by what NTP leaves between them, often milliseconds: compare only spans of one m
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 import threading
 from collections import deque
@@ -53,8 +54,6 @@ KINDS = {
     "step": Kind("#009E73", "オプティマイザーによる更新"),
     "add": Kind("#F0E442", "勾配を加算"),
     "env.step": Kind("#E69F00", "環境の1ステップ"),
-    "select_action": Kind("#0072B2", "ポリシーがアクションを選ぶ"),
-    "finish_episode": Kind("#D55E00", "エピソードから学習"),
     "send": Kind("#56B4E9", "送信", striped=True),
     "recv": Kind("#F0E442", "受信とその待ち", striped=True),
     "all_reduce": Kind("#CC79A7", "全ランクのテンソルの合計とその待ち", striped=True),
@@ -152,6 +151,22 @@ def within(spans: list[dict], window: tuple[float, float]) -> list[dict]:
     inside = ({**span, "start": max(span["start"], start), "end": min(span["end"], end)}
               for span in spans if span["end"] > start and span["start"] < end)
     return sorted(inside, key=lambda span: span["start"])
+
+
+def innermost(spans: list[dict]) -> list[dict]:
+    """Cut out of each span what is within it in its thread; of communication, it is a part."""
+    pieces, open_ = [], {}  # of a thread: spans that go on, the innermost last
+    for span in sorted(spans, key=lambda span: (span["start"], -span["end"])):
+        outer = open_.setdefault(span["thread"], [])
+        while outer and outer[-1]["end"] <= span["start"]:
+            pieces.append(outer.pop())
+        if (outer and span["end"] <= outer[-1]["end"]
+                and not KINDS.get(outer[-1]["kind"], OTHER).striped):
+            pieces.append({**outer[-1], "end": span["start"]})
+            outer[-1] = {**outer[-1], "start": span["end"]}
+        outer.append(span)
+    pieces += itertools.chain(*open_.values())
+    return [piece for piece in pieces if piece["start"] < piece["end"]]
 
 
 def idle_share(spans: list[dict], window: tuple[float, float]) -> float:
