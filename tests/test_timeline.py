@@ -25,7 +25,8 @@ def _off():
 
 
 def spans(*times, kind="forward"):
-    return [{"kind": kind, "start": start, "end": end, "labels": {}} for start, end in times]
+    return [{"kind": kind, "start": start, "end": end, "labels": {}, "where": [], "thread": 0}
+            for start, end in times]
 
 
 def test_the_last_spans_are_kept():
@@ -73,11 +74,11 @@ def test_the_cell_of_a_span():
 def test_the_colours():
     """Within a lesson, each kind has its own."""
     assert all(re.fullmatch("#[0-9A-F]{6}", look.colour) for look in timeline.KINDS.values())
-    for kinds in (["env.step", "select_action", "finish_episode"],
+    for kinds in (["env.step", "forward", "backward", "step"],
                   ["forward", "backward", "step", "add"],
                   ["forward", "backward", "loss", "step", "send"],
                   ["forward", "backward", "all_reduce", "step"],
-                  ["forward", "backward with all_reduce", "step", "remote call"],
+                  ["forward", "loss", "backward with all_reduce", "step", "remote call"],
                   ["send", "recv", "all_reduce", "collective"]):
         assert len({timeline.KINDS[kind].colour for kind in kinds}) == len(kinds)
 
@@ -95,6 +96,32 @@ def test_picture_and_trace(tmp_path):
     assert found == [("worker1", "forward", 0, 2e6, 0), ("worker1", "forward", 1e6, 2e6, 1),
                      ("worker1", "forward", 4e6, 1e6, 0), ("worker2", "backward", 2e6, 2e6, 0)]
     page.save(recorded, tmp_path, {"first": (0, 2), "second": (3, 5)})
+
+
+def test_a_wait_in_a_bar():
+    """A forward that is elsewhere in part: there it waits. Of waits in no bar, those for messages are shown."""
+    def wait(start, end, kind="call", name="select_action"):
+        return {"rank": 0, "kind": kind, "name": name, "start": start, "end": end, "waits": True, "thread": 0, "where": []}
+
+    bars = spans((0, 9)) + [{**span, "thread": 1} for span in spans((1, 2))]
+    ops = [wait(2, 5), wait(6, 7, "collective", "all_reduce"), wait(10, 11), wait(12, 13, "collective", "barrier"),
+           wait(14, 15, "collective", "rpc.shutdown"), wait(16, 17, "wait", "dist_autograd.backward")]
+    shown = page._lanes({"lanes": ["trainer"], "spans": {"trainer": bars}, "ops": ops}, 20)["trainer"]
+    assert sorted((span["start"], span["end"], span["kind"], span["labels"].get("name")) for span in shown) == [
+        (0, 2, "forward", None), (1, 2, "forward", None), (2, 5, "remote call", "forward"), (5, 6, "forward", None),
+        (6, 7, "all_reduce", None), (7, 9, "forward", None), (12, 13, "collective", "barrier"),
+        (16, 17, "remote call", "backward")]
+    failed = page._lanes({"lanes": ["trainer"], "spans": {"trainer": []}, "ops": ops[2:3]}, 20)["trainer"]
+    assert [span["labels"] for span in failed] == [{"name": "select_action"}]  # all there is
+
+
+def test_what_is_shown_first():
+    """The last steps of the role that is through first; of long ones, the last bars."""
+    few = {"ps": spans(*((i, i + 1) for i in range(9)), kind="step"), "trainer": spans((0, 20), kind="step")}
+    assert record.shown_first(few) == {"": (6, 9)}
+    many = {"agent": spans((50, 51), (100, 101), kind="step"), "observer1": spans(*((i, i + 1) for i in range(100)))}
+    assert record.shown_first(many) == {"": (100 - record.BARS_SHOWN, 101)}
+    assert record.shown_first({"agent": spans((0, 1), kind="step")}) is record.shown_first({"agent": []}) is None
 
 
 def events_of(folder, category="span"):
@@ -127,43 +154,36 @@ def require_flows(folder):
             assert any(at <= event["ts"] < stop for at, stop in slices[event["pid"], event["tid"]]), event
 
 
-BOTH = {"forward", "backward"}
-OBSERVED = {"agent": {"select_action", "finish_episode"}, "observer1": {"env.step"},
-            "observer2": {"env.step"}}
+WORK = {"forward", "backward", "step"}
+DDP = {"forward", "loss", "backward with all_reduce", "step"}
+OBSERVED = {"agent": WORK, "observer1": {"env.step"}, "observer2": {"env.step"}}
+LEFT_TO_SERVER = {"parameter_server": WORK, "trainer1": {"forward", "step"}, "trainer2": {"forward", "step"}}
 RESNET = ["--arch", "resnet18", "--image_size", "64", "--batch_size", "8", "--num_splits", "4", "--num_batches", "1"]
 TRACED = {  # flags, and what is recorded in each process
     "rpc_rl/main.py": (["--max_episodes", "2"], OBSERVED),
     "rpc_rl/fast.py": (["--max_episodes", "2"], OBSERVED),
-    **{f"param_server/{name}.py": (["--epochs", "1"], {
-        "parameter_server": {*BOTH, "step"}, "trainer1": {"remote call"}, "trainer2": {"remote call"}})
-       for name in ("main", "async_server")},
+    **{f"param_server/{name}.py": (["--epochs", "1"], LEFT_TO_SERVER) for name in ("main", "async_server")},
     "param_server/flat_update.py": (["--arch", "resnet18", "--image_size", "32", "--world_size", "3",
                                      "--num_updates", "2"], {
-        "parameter_server": {"step"}, "trainer1": BOTH, "trainer2": BOTH}),
-    "rpc_rnn/main.py": (["--epochs", "1"], {"ps": BOTH, "trainer": {*BOTH, "remote call"}}),
+        "parameter_server": {"step"}, **dict.fromkeys(["trainer1", "trainer2"], {"forward", "loss", "backward"})}),
+    **{f"rpc_rnn/{name}.py": (["--epochs", "1"], {"ps": WORK, "trainer": {*WORK, "loss"}}) for name in ("main", "prefetch")},
     "batch_rl/main.py": (["--observers", "2", "--num_steps", "20"], OBSERVED),
     "batch_rl/vector.py": (["--observers", "1", "--num_steps", "20"], {
-        "agent": {"select_action", "finish_episode"}, "observer1": {"env.step"}}),
+        "agent": WORK, "observer1": {"env.step"}}),
     "ddp_rpc_hybrid/main.py": (["--epochs", "1"], {
-        **{f"trainer{rank}": {"forward", "backward with all_reduce", "remote call", "step"}
-           for rank in range(2)},
-        "master": set(), "ps": {*BOTH, "step"}}),
-    "ddp_basic/main.py": (["--steps", "2"], {
-        f"rank{rank}": {"forward", "backward with all_reduce", "step"} for rank in range(2)}),
-    **{f"p2p_collectives/{name}.py": (["--epochs", "1"], {
-        f"rank{rank}": {*BOTH, "all_reduce", "step"} for rank in range(2)})
-       for name in ("train", "train_flat", "train_ddp")},
-    "rpc_rnn/prefetch.py": (["--epochs", "1"], {"ps": BOTH, "trainer": {*BOTH, "remote call"}}),
+        "trainer0": DDP, "trainer1": DDP, "master": set(), "ps": WORK}),
+    "ddp_basic/main.py": (["--steps", "2"], {"rank0": DDP, "rank1": DDP}),
+    **{f"p2p_collectives/{name}.py": (["--epochs", "1"], {"rank0": WORK, "rank1": WORK}) for name in ("train", "train_flat")},
+    "p2p_collectives/train_ddp.py": (["--epochs", "1"], {"rank0": DDP - {"loss"}, "rank1": DDP - {"loss"}}),
     "model_parallel_resnet/main.py": (RESNET, {
-        "master": {"loss", "remote call"}, "worker1": {*BOTH, "step"}, "worker2": {*BOTH, "step"}}),
+        "master": {"forward", "loss", "step"}, "worker1": WORK, "worker2": WORK}),
     "model_parallel_resnet/early_backward.py": (RESNET, {
-        "master": {"loss", "remote call"}, "worker1": {*BOTH, "step", "add"}, "worker2": {*BOTH, "step", "add"}}),
+        "master": {"forward", "loss"}, "worker1": {*WORK, "add"}, "worker2": {*WORK, "add"}}),
     "model_parallel_resnet/schedules.py": ([*RESNET, "--schedule", "zero_bubble_v"], {
-        "stage0": {*BOTH, "weight gradients", "loss", "step"},  # the first and the last stage
-        "stage1": {*BOTH, "weight gradients", "step"}}),
-    "p2p_collectives/main.py": ([], {
-        f"rank{rank}": {"collective", "all_reduce", *["send"] * (rank < 3), *["recv"] * (rank > 0)}
-        for rank in range(4)}),
+        "stage0": {*WORK, "weight gradients", "loss"},  # the first and the last stage
+        "stage1": {*WORK, "weight gradients"}}),
+    "p2p_collectives/main.py": ([], {f"rank{rank}": set() for rank in range(4)}),
+    "transformer_parallel/pipeline.py": (["--ways", "1f1b", "--steps", "1", "--world_size", "2"], {"rank0": WORK, "rank1": WORK}),
 }
 
 

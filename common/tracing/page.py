@@ -9,7 +9,7 @@ from common import picture, report
 from common.tracing import replay
 from common.tracing.cells import cell_of
 from common.tracing.merge import STATES
-from common.tracing.timeline import KINDS, OTHER, idle_share, innermost, within
+from common.tracing.timeline import KINDS, OTHER, idle_share, within
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ def save(record: dict, output_dir: Path, windows: dict[str, Window] | None = Non
             the page first; by default one with everything.
     """
     times = [thing[key] for things in (record["ops"], *record["spans"].values())
-             for thing in things for key in ("start", "end") if thing[key]]
+             for thing in things for key in ("start", "end") if thing[key] is not None]
     begin, end = min(times), max(times)
     events = _trace_events(record, begin, end)
     with report.replacing(output_dir / "timeline.json") as temporary:
@@ -54,18 +54,41 @@ def save(record: dict, output_dir: Path, windows: dict[str, Window] | None = Non
 
 
 def _lanes(record: dict, end: float) -> dict[str, list[dict]]:
-    """Return what the picture shows of each process: what it computes, and what it waits for."""
+    """Return what the picture shows of each process: what it computes, and what it waits for.
+
+    A wait for a call is shown within a bar, the time of which it is: a forward that is elsewhere.
+    """
     lanes, ops = {role: list(spans) for role, spans in record["spans"].items()}, record["ops"]
+    computes = any(lanes.values())
     for op in ops:
         if (op.get("waits") or op["kind"] == "wait") and op["name"] not in AROUND:
             on = ops[op["on"]] if op.get("on") is not None else op
             kind = on["kind"] if on["kind"] in KINDS else "remote call"
             kind = on["name"] if kind == "collective" and on["name"] in KINDS else kind
+            name = on["name"].removeprefix("dist_autograd.")
             lanes[record["lanes"][op["rank"]]].append({
                 "kind": kind, "start": op["start"], "end": op["end"] or end, "behind": True,
-                "labels": {} if on["name"] == kind else {"name": on["name"]},
-                "thread": op["thread"]})
-    return {role: innermost(spans) for role, spans in lanes.items()}
+                "labels": {} if name == kind else {"name": name}, "thread": op["thread"],
+                "hidden": computes and kind == "remote call" and name == on["name"]})
+    return {role: _innermost(spans) for role, spans in lanes.items()}
+
+
+def _innermost(spans: list[dict]) -> list[dict]:
+    """Cut out of each span what is within it in the same thread."""
+    pieces, threads = [], {}  # of a thread: spans that go on, the innermost last
+    for span in sorted(spans, key=lambda span: (span["start"], -span["end"])):
+        around = threads.setdefault(span["thread"], [])
+        while around and around[-1]["end"] <= span["start"]:
+            pieces.append(around.pop())
+        if around and span["end"] <= around[-1]["end"]:
+            outer = around[-1]
+            pieces.append({**outer, "end": span["start"]})
+            around[-1] = {**outer, "start": span["end"]}
+            if span["kind"] == "remote call":
+                span = {**span, "labels": {"name": outer["kind"]}, "hidden": False}
+        around.append(span)
+    pieces += itertools.chain(*threads.values())
+    return [piece for piece in pieces if piece["start"] < piece["end"] and not piece.get("hidden")]
 
 
 def _trace_events(record: dict, begin: float, end: float) -> list[dict]:
@@ -172,20 +195,21 @@ def bar(kind: str) -> dict:
 
 
 def _draw_lane(axes: "Axes", y: float, spans: list[dict], zero: float, longest: float) -> None:
-    behind = [span for span in spans if "behind" in span]  # each in full height
-    front = [span for span in spans if "behind" not in span]
-    rows = _rows(front)
-    of_rows = 0.9 / (1 + max(rows, default=0))
-    for span, row in zip(behind + front, [0] * len(behind) + rows, strict=True):
-        start, width = span["start"] - zero, span["end"] - span["start"]
-        height = 0.9 if "behind" in span else of_rows
-        middle = y + 0.05 + (row + 0.5) * height
-        drawn = bar(span["kind"])
-        if width <= 0.005 * longest:
-            drawn |= {"linewidth": 0, "hatch": None}
-        axes.barh(middle, width, left=start, height=height, **drawn)
-        text = str(next(iter(span["labels"].values()), ""))
-        if width / longest > 0.012 * len(text) and height > 0.2:
-            look = KINDS.get(span["kind"], OTHER)
-            axes.text(start + width / 2, middle, text, ha="center", va="center", fontsize=7,
-                      color=look.ink, bbox={"facecolor": look.colour, "linewidth": 0, "pad": 1})
+    """Draw the bars, in rows where they overlap, before what the process waits for meanwhile."""
+    waits = [span for span in spans if "behind" in span]
+    bars = [span for span in spans if "behind" not in span]
+    for layer, of_layer, rows in ((1, waits, [0] * len(waits)), (2, bars, _rows(bars))):
+        height = 0.9 / (1 + max(rows, default=0))
+        for span, row in zip(of_layer, rows, strict=True):
+            start, width = span["start"] - zero, span["end"] - span["start"]
+            middle = y + 0.05 + (row + 0.5) * height
+            drawn = bar(span["kind"])
+            if width <= 0.005 * longest:
+                drawn |= {"linewidth": 0, "hatch": None}
+            axes.barh(middle, width, left=start, height=height, zorder=layer, **drawn)
+            text = str(next(iter(span["labels"].values()), ""))
+            if width / longest > 0.012 * len(text) and height > 0.2:
+                look = KINDS.get(span["kind"], OTHER)
+                axes.text(start + width / 2, middle, text, ha="center", va="center", fontsize=7,
+                          color=look.ink, zorder=layer + 0.5,
+                          bbox={"facecolor": look.colour, "linewidth": 0, "pad": 1})

@@ -32,7 +32,7 @@ from torch.distributed import rpc
 
 RECORD = "record"  # the folder in which the processes of a run leave what they have recorded
 STEPS_SHOWN = 3  # at first: the last ones
-BARS_SHOWN = 40  # at first, of a process: the last ones, where steps are long
+BARS_SHOWN = 25  # at first, of a process: the last ones, where steps are long
 
 
 class Traced:

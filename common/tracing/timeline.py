@@ -12,7 +12,6 @@ by what NTP leaves between them, often milliseconds: compare only spans of one m
 import contextlib
 import functools
 import inspect
-import itertools
 import sys
 import threading
 from collections import deque
@@ -151,22 +150,6 @@ def within(spans: list[dict], window: tuple[float, float]) -> list[dict]:
     inside = ({**span, "start": max(span["start"], start), "end": min(span["end"], end)}
               for span in spans if span["end"] > start and span["start"] < end)
     return sorted(inside, key=lambda span: span["start"])
-
-
-def innermost(spans: list[dict]) -> list[dict]:
-    """Cut out of each span what is within it in its thread; of communication, it is a part."""
-    pieces, open_ = [], {}  # of a thread: spans that go on, the innermost last
-    for span in sorted(spans, key=lambda span: (span["start"], -span["end"])):
-        outer = open_.setdefault(span["thread"], [])
-        while outer and outer[-1]["end"] <= span["start"]:
-            pieces.append(outer.pop())
-        if (outer and span["end"] <= outer[-1]["end"]
-                and not KINDS.get(outer[-1]["kind"], OTHER).striped):
-            pieces.append({**outer[-1], "end": span["start"]})
-            outer[-1] = {**outer[-1], "start": span["end"]}
-        outer.append(span)
-    pieces += itertools.chain(*open_.values())
-    return [piece for piece in pieces if piece["start"] < piece["end"]]
 
 
 def idle_share(spans: list[dict], window: tuple[float, float]) -> float:

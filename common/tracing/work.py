@@ -151,8 +151,10 @@ def _run(function: Callable) -> Callable:
             return result
         _here.run = None
         where = bars[0][0]["where"] if bars else []
-        names = where[0][2].split(".")[-2:] if where else ["", type(owner).__name__]
-        name = names[0] if names[-1] == "forward" else names[-1]
+        *_, owner_name, name = ["", "forward", *(where[0][2].split(".") if where else ())]
+        if name == "forward":  # then its class says more
+            name = (bars[0][0]["labels"]["name"] if len(bars) == 1
+                    else owner_name or type(owner).__name__)
         _add("forward", started, where, name,
              [(result, where, name)] if _is_distributed() else [])
         return result
