@@ -27,10 +27,3 @@ def test_the_guide_has_the_bytes_of_the_formulas(way, page):
     sent = (max(sent) if isinstance(sent, list) else sent) * 4 / check.FLOAT64 / results.MB
     section = (ROOT / "docs/lessons" / page).read_text().split(f"\n## {program}.py")[1].split("\n## ")[0]
     assert f"{sent:.2f} MB" in section.split("<!-- output")[0] + section.split("<!-- end -->")[-1]
-
-
-def test_a_picture_shows_the_last_step():
-    spans = {f"rank{rank}": [{"kind": kind, "start": end - 1, "end": end} for kind, end in
-                             (("forward", 1), ("step", 3 + rank), ("backward", 8), ("step", 10 - rank))] for rank in (0, 1)}
-    assert results.shown_first(spans, None) == {"": (4, 10)}
-    assert results.shown_first({"rank0": spans["rank0"][:2]}, None) is None

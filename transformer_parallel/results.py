@@ -20,21 +20,6 @@ from transformer_parallel.traffic import Traffic
 MB = 1e6
 
 
-def shown_first(spans_by_role: dict[str, list[dict]],
-                args: Namespace) -> dict[str, tuple[float, float]] | None:
-    """Choose the last step, since all have made the one before; None where there is one alone.
-
-    Args:
-        spans_by_role: `{role: spans}`.
-        args: the parsed flags.
-    """
-    steps = [[span["end"] for span in spans if span["kind"] == "step"]
-             for spans in spans_by_role.values()]
-    if any(len(ends) < 2 for ends in steps):
-        return None
-    return {"": (max(ends[-2] for ends in steps), max(ends[-1] for ends in steps))}
-
-
 def require_room(args: Namespace, copies: int, mlps: int = 1, places: float = 1,
                  scores: float = 3) -> None:
     """Refuse a model and a batch that do not fit into the memory of this machine.

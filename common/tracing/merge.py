@@ -58,17 +58,21 @@ def merged(folder: Path) -> dict | None:
                                        "thread": threads[thread], "where": where, **about}
             elif what == "end" and (rank, event[0]) in found:
                 found[rank, event[0]] |= {"end": event[1], **event[2]}
-        own = {span["kind"] for span in spans}
-        for bar, run in bars:
-            if bar["kind"] not in own:
-                spans.append(bar)
-                asked.append((bar, found.get((rank, run), {})))
+        of_runs, own = defaultdict(list), {span["kind"] for span in spans}
+        for run, bar in bars:
+            if bar["kind"] not in own:  # those of the lesson itself have its place
+                of_runs[run].append(bar)
+        for number, of_run in of_runs.items():
+            run = found.get((rank, number), {})
+            spans += _as_one(of_run, run)
+            asked += [(bar, run.get("call")) for bar in of_run if not bar["where"]]
         for span in spans:
             span["thread"] = threads.setdefault(span["thread"], len(threads))
+        spans.sort(key=lambda span: span["end"])
     if not found:
         return None
-    for bar, run in asked:  # without a line of the lesson here: that of the call
-        bar["where"] = bar["where"] or found.get(tuple(run.get("call", ())), {}).get("where", [])
+    for bar, call in asked:  # no line of the lesson is there: that of the call
+        bar["where"] = found.get(tuple(call or ()), {}).get("where", [])
     record["ops"] = sorted(found.values(), key=lambda op: op["start"])
     for index, op in enumerate(record["ops"]):
         op["index"] = index
@@ -85,6 +89,19 @@ def merged(folder: Path) -> dict | None:
     record["arrows"] = [*_calls(record["ops"]), *_sends(record["ops"]),
                         *_collectives(record["ops"])]
     return record
+
+
+def _as_one(bars: list[dict], run: dict) -> list[dict]:
+    """Join the bars in what RPC has run, if all are forwards and nothing in there has waited."""
+    inside = [bar for bar in bars if bar["end"] <= (run.get("end") or 0)]
+    if run.get("waited") or {bar["kind"] for bar in inside} != {"forward"}:
+        return bars
+    first, *others = inside
+    first |= {"start": run["start"], "end": run["end"]}
+    function = first["where"][0][2].split(".")[-1] if first["where"] else "forward"
+    if function != "forward":  # then it says more than the module
+        first["labels"] = {"name": function}
+    return [bar for bar in bars if bar not in others]
 
 
 def add_failure(record: dict, failure: Failure | None) -> None:

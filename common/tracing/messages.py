@@ -56,11 +56,10 @@ _recorder = None
 class Here(threading.local):
     """Holds what a thread is in."""
 
-    def __init__(self) -> None:
-        self.depth = 0  # above 0: in a recorded function, which calls others of these
-        self.waits = 0  # how many times it has waited so far
-        self.call, self.sync = None, False  # the RPC that it is about to send
-        self.run = None  # the operation in which RPC runs a function here
+    depth = 0  # above 0: in a recorded function, which calls others of these
+    waits = 0  # how many times it has waited so far
+    call, sync = None, False  # the RPC that it is about to send
+    run = None  # the operation in which RPC runs a function here
 
 
 here = Here()
@@ -366,14 +365,15 @@ def _record_calls(rank: int) -> None:
             return run_function(call)
         name = call.args[1] if call.func in local else getattr(call.func, "__qualname__", "")
         here.run = op = _recorder.begin("run", call=caller, name=name)
+        waits = here.waits
         result = run_function(call)
-        here.run = None
+        here.run, about = None, {"waited": True} if here.waits > waits else {}
         if isinstance(result, torch._C.Future):  # of an async_execution: it answers later
-            result.add_done_callback(lambda _: _recorder.finish(op))
+            result.add_done_callback(lambda _: _recorder.finish(op, **about))
         elif isinstance(result, internal.RemoteException):
             _recorder.finish(op, error=result.exception_type.__name__)
         else:
-            _recorder.finish(op)
+            _recorder.finish(op, **about)
         return result
 
     internal._run_function = run
@@ -405,6 +405,12 @@ def _record_autograd() -> None:
     replace(autograd.context, "__exit__", leave)
     replace(autograd, "backward", lambda function: lambda *args, **kwargs: _within(
         function, _recorder.begin("wait", name="dist_autograd.backward"), True, *args, **kwargs))
+
+
+def has_context() -> bool:
+    """Return whether this process takes part in a context of distributed autograd."""
+    return (api._is_current_rpc_agent_set()  # else torch refuses to answer
+            and autograd._get_debug_info()["num_autograd_contexts"] > 0)
 
 
 def _rref_id(rref: rpc.PyRRef) -> str:

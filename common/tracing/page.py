@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Window = tuple[float, float]  # start and end, in seconds
 SHORTEST_S = 1e-6  # of a message in the trace, which an arrow can then begin and end in
 AROUND = ("init_process_group", "init_rpc", "rpc.shutdown")  # of a run: the picture leaves it out
+BACKWARD = "dist_autograd.backward"
 MESSAGES = 1000  # the row of the first one in the trace; the spans are above
 
 IDLE = "0.9"  # the grey of nothing
@@ -61,15 +62,15 @@ def _lanes(record: dict, end: float) -> dict[str, list[dict]]:
     lanes, ops = {role: list(spans) for role, spans in record["spans"].items()}, record["ops"]
     computes = any(lanes.values())
     for op in ops:
-        if (op.get("waits") or op["kind"] == "wait") and op["name"] not in AROUND:
+        if (op.get("waits") or op["kind"] == "wait") and op.get("name") not in AROUND:
             on = ops[op["on"]] if op.get("on") is not None else op
             kind = on["kind"] if on["kind"] in KINDS else "remote call"
             kind = on["name"] if kind == "collective" and on["name"] in KINDS else kind
-            name = on["name"].removeprefix("dist_autograd.")
+            name = "backward" if on.get("name") == BACKWARD else on.get("name", on["kind"])
             lanes[record["lanes"][op["rank"]]].append({
-                "kind": kind, "start": op["start"], "end": op["end"] or end, "behind": True,
+                "kind": kind, "start": op["start"], "end": op["end"] or end,
                 "labels": {} if name == kind else {"name": name}, "thread": op["thread"],
-                "hidden": computes and kind == "remote call" and name == on["name"]})
+                "hidden": computes and kind == "remote call" and op.get("name") != BACKWARD})
     return {role: _innermost(spans) for role, spans in lanes.items()}
 
 
@@ -195,21 +196,17 @@ def bar(kind: str) -> dict:
 
 
 def _draw_lane(axes: "Axes", y: float, spans: list[dict], zero: float, longest: float) -> None:
-    """Draw the bars, in rows where they overlap, before what the process waits for meanwhile."""
-    waits = [span for span in spans if "behind" in span]
-    bars = [span for span in spans if "behind" not in span]
-    for layer, of_layer, rows in ((1, waits, [0] * len(waits)), (2, bars, _rows(bars))):
-        height = 0.9 / (1 + max(rows, default=0))
-        for span, row in zip(of_layer, rows, strict=True):
-            start, width = span["start"] - zero, span["end"] - span["start"]
-            middle = y + 0.05 + (row + 0.5) * height
-            drawn = bar(span["kind"])
-            if width <= 0.005 * longest:
-                drawn |= {"linewidth": 0, "hatch": None}
-            axes.barh(middle, width, left=start, height=height, zorder=layer, **drawn)
-            text = str(next(iter(span["labels"].values()), ""))
-            if width / longest > 0.012 * len(text) and height > 0.2:
-                look = KINDS.get(span["kind"], OTHER)
-                axes.text(start + width / 2, middle, text, ha="center", va="center", fontsize=7,
-                          color=look.ink, zorder=layer + 0.5,
-                          bbox={"facecolor": look.colour, "linewidth": 0, "pad": 1})
+    rows = _rows(spans)
+    height = 0.9 / (1 + max(rows, default=0))
+    for span, row in zip(spans, rows, strict=True):
+        start, width = span["start"] - zero, span["end"] - span["start"]
+        middle = y + 0.05 + (row + 0.5) * height
+        drawn = bar(span["kind"])
+        if width <= 0.005 * longest:
+            drawn |= {"linewidth": 0, "hatch": None}
+        axes.barh(middle, width, left=start, height=height, **drawn)
+        text = str(next(iter(span["labels"].values()), ""))
+        if width / longest > 0.012 * len(text) and height > 0.2:
+            look = KINDS.get(span["kind"], OTHER)
+            axes.text(start + width / 2, middle, text, ha="center", va="center", fontsize=7,
+                      color=look.ink, bbox={"facecolor": look.colour, "linewidth": 0, "pad": 1})

@@ -82,11 +82,10 @@ def save(folder: Path, program: str | None = None, args: Namespace | None = None
     if record is not None:
         merge.add_failure(record, failure)
         record["failed"] = failed or any(op["kind"] == "failed" for op in record["ops"])
-        choose = getattr(program and results_of(program), "shown_first", None)
-        spans = record["spans"]
-        shown = None
+        choose = getattr(program and results_of(program), "shown_first", shown_first)
+        spans, shown = record["spans"], None
         if not record["failed"] and any(spans.values()):
-            shown = choose(spans, args) if choose else shown_first(spans)
+            shown = choose(spans, args)
         page.save(record, folder.parent, shown)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -147,23 +146,26 @@ def gather_at_the_end(folder: Path, rank: int) -> None:
     rpc.shutdown, dist.destroy_process_group = shutdown, destroy_process_group
 
 
-def shown_first(spans_by_role: dict[str, list[dict]]) -> dict[str, tuple[float, float]] | None:
+def shown_first(spans_by_role: dict[str, list[dict]],
+                args: Namespace | None = None) -> dict[str, tuple[float, float]] | None:
     """Choose the window of the last steps that all trainers make, or the end of it.
 
     Args:
         spans_by_role: `{role: spans}`.
+        args: the parsed flags.
 
     Returns:
-        `{caption: (start, end)}`, or None, which is everything, where there are not enough steps.
+        `{caption: (start, end)}`, or None, which is everything.
     """
     of_roles = [[span for span in spans if span["kind"] == "step"]
                 for spans in spans_by_role.values()]
     # Of the role that is the first to be through: until then, all others train, too.
     steps = min(filter(None, of_roles), key=lambda steps: steps[-1]["end"], default=[])
-    ends = [span["end"] for span in steps if span["where"] == steps[-1]["where"]]
+    ends = [span["end"] for span in steps if (span["where"], span["labels"])
+            == (steps[-1]["where"], steps[-1]["labels"])][-STEPS_SHOWN - 1 :]
     if not ends:
         return None
-    start = ends[-STEPS_SHOWN - 1] if len(ends) > STEPS_SHOWN else 0
+    start = ends[0] if len(ends) > 1 else 0
     for spans in spans_by_role.values():
         starts = sorted(span["start"] for span in spans if start <= span["start"] < ends[-1])
         start = starts[-BARS_SHOWN] if len(starts) > BARS_SHOWN else start
