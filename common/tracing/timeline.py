@@ -120,6 +120,7 @@ def lesson_file(filename: str) -> str | None:
     return None
 
 
+@functools.cache
 def place_of(definition: object) -> list[list]:
     """Return where a function or class of the lesson begins, like `here`; [] of others."""
     try:

@@ -31,7 +31,9 @@ class Here(threading.local):
     """Holds what a thread is in."""
 
     def __init__(self) -> None:
-        self.calls = []  # of modules, the outermost first: when, after how many waits, its forwards
+        # Of modules, the outermost first: when, after how many waits, and the forwards within it
+        # that go back by distributed autograd.
+        self.calls = []
         self.steps = []  # of optimizers: when
         self.averages = False  # whether DDP averages the gradients of the next backward
 
@@ -91,22 +93,29 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _call(module: nn.Module, _: tuple) -> None:
     if isinstance(module, DistributedDataParallel):
         _here.averages = module.require_backward_grad_sync and torch.is_grad_enabled()
-    _here.calls.append((time.time(), messages.here.waits, []))
+    calls = _here.calls
+    if calls and calls[0][2] is None:  # most calls: they must cost next to nothing
+        calls.append(None)
+    else:
+        calls.append((time.time(), messages.here.waits, [] if messages.has_context() else None))
 
 
 def _called(module: nn.Module, _: tuple, result: Any) -> None:
-    started, waits, forwards = _here.calls.pop()
+    call = _here.calls.pop()
+    if call is None:
+        return
+    started, waits, forwards = call
     kind, name = "forward", type(module).__name__
     if type(module).__module__ == nn.modules.loss.__name__:
-        kind, forwards = "loss", []
+        kind, forwards = "loss", None
     # One that has waited may be elsewhere in part: then the modules within it go back here.
-    elif waits == messages.here.waits and messages.has_context():
+    elif forwards is not None and waits == messages.here.waits:
         forwards = [(result, name, _place(module))]
     if _here.calls:
-        _here.calls[-1][2].extend(forwards)
+        _here.calls[-1][2].extend(forwards or ())
         return
     _add(kind, started, name, _place(module))
-    for forward in forwards:
+    for forward in forwards or ():
         _record_backward(*forward)
 
 
