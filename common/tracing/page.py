@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +22,13 @@ AROUND = ("init_process_group", "init_rpc", "rpc.shutdown")  # of a run: the pic
 BACKWARD = "dist_autograd.backward"
 MESSAGES = 1000  # the row of the first one in the trace; the spans are above
 
-IDLE = "0.9"  # the grey of nothing
+MOST_ARROWS = 80  # in a picture: more could not be told apart
+IDLE, INK = "0.9", "0.25"  # the greys of nothing, and of a message
 WORDS = {
     "en": {"x": "time ({unit})", "y": "", "idle": "idle: none of these, mostly waiting",
-           "idle_share": "idle %.0f%%", "kinds": "en"},
+           "idle_share": "idle %.0f%%", "message": "message", "kinds": "en"},
     "ja": {"x": "時間（{unit}）", "y": "", "idle": "どれでもない時間（多くは待機）",
-           "idle_share": "待機 %.0f%%", "kinds": "ja"},
+           "idle_share": "待機 %.0f%%", "message": "メッセージ", "kinds": "ja"},
 }
 
 
@@ -51,7 +54,8 @@ def save(record: dict, output_dir: Path, windows: dict[str, Window] | None = Non
                                        else lanes).values()))
         windows = {"": (min((span["start"] for span in shown), default=begin),
                         max((span["end"] for span in shown), default=end))}
-    _draw(lanes, record["title"], windows, output_dir / "timeline.png", record["machine"])
+    _draw(lanes, _arrows_in(record, windows.values()), record["title"], windows,
+          output_dir / "timeline.png", record["machine"])
 
 
 def _lanes(record: dict, end: float) -> dict[str, list[dict]]:
@@ -72,6 +76,18 @@ def _lanes(record: dict, end: float) -> dict[str, list[dict]]:
                 "labels": {} if name == kind else {"name": name}, "thread": op["thread"],
                 "hidden": computes and kind == "remote call" and op.get("name") != BACKWARD})
     return {role: _innermost(spans) for role, spans in lanes.items()}
+
+
+def _arrows_in(record: dict, windows: Iterable[Window]) -> list[dict]:
+    """Return the messages from one lane to another that leave in a window; none of too many.
+
+    Not those of collectives: in which all wait for all, as the bars of that show.
+    """
+    arrows = [arrow for arrow in record["arrows"] if arrow["came"] is not None
+              and arrow["source"] != arrow["target"]
+              and record["ops"][arrow["op"]]["kind"] != "collective"
+              and any(start <= arrow["left"] < end for start, end in windows)]
+    return arrows if len(arrows) <= MOST_ARROWS else []
 
 
 def _innermost(spans: list[dict]) -> list[dict]:
@@ -154,24 +170,32 @@ def _rows(spans: list[dict]) -> list[int]:
     return rows
 
 
-def _draw(spans_by_role: dict[str, list[dict]], title: str, windows: dict[str, Window],
-          path: Path, machine: dict | None) -> None:
-    """Draw a lane for each process, and the windows below each other."""
+def _draw(spans_by_role: dict[str, list[dict]], arrows: list[dict], title: str,
+          windows: dict[str, Window], path: Path, machine: dict | None) -> None:
+    """Draw a lane for each process, arrows between them, and the windows below each other."""
     longest = max(end - start for start, end in windows.values())
     unit, scale = ("s", 1) if longest >= 1 else ("ms", 1000)
     words = {language: {**WORDS[language], "title": title} for language in WORDS}
-    lanes = len(windows) * len(spans_by_role)
+    lanes, wide = len(windows) * len(spans_by_role), 0.64 if arrows else 0.9
     for axes, texts in picture.in_each_language(path, words, [machine], unit=unit,
-                                                height=max(3.5, 1.9 + 0.55 * lanes)):
+                                                height=max(3.5, 1.9 + 0.5 * lanes / wide)):
         ticks, y = {}, 0
         for caption, window in windows.items():
             axes.text(0, y - 0.12, caption, va="bottom", fontsize=9,
                       fontweight=axes.title.get_fontweight())
+            for arrow in arrows:
+                if window[0] <= arrow["left"] < window[1]:
+                    source, target = y + 0.5 + arrow["source"], y + 0.5 + arrow["target"]
+                    edge = math.copysign(wide / 2, target - source)
+                    axes.annotate("", (arrow["came"] - window[0], target - edge),
+                                  (arrow["left"] - window[0], source + edge), annotation_clip=False,
+                                  arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 0.8,
+                                              "mutation_scale": 8, "shrinkA": 0, "shrinkB": 0})
             for role, of_role in spans_by_role.items():
                 idle = idle_share(of_role, window)
                 ticks[y + 0.5] = f"{role}\n{texts['idle_share'] % (100 * idle)}"
-                axes.barh(y + 0.5, window[1] - window[0], height=0.9, color=IDLE)
-                _draw_lane(axes, y, within(of_role, window), window[0], longest)
+                axes.barh(y + 0.5, window[1] - window[0], height=wide, color=IDLE)
+                _draw_lane(axes, y, wide, within(of_role, window), window[0], longest)
                 y += 1
             y += 0.6
         drawn = {span["kind"] for window in windows.values() for spans in spans_by_role.values()
@@ -181,6 +205,9 @@ def _draw(spans_by_role: dict[str, list[dict]], title: str, windows: dict[str, W
             label = KINDS.get(kind, OTHER).meaning_ja if texts["kinds"] == "ja" else kind
             axes.barh(0, 0, label=label or kind, **bar(kind))
         axes.barh(0, 0, color=IDLE, label=texts["idle"])
+        if arrows:
+            axes.plot([], [], color=INK, linewidth=0.8, marker=">", markersize=4,
+                      label=texts["message"])
         axes.set_yticks(list(ticks), ticks.values(), fontsize=8)
         axes.set_ylim(y - 0.5, -0.6 if any(windows) else -0.1)
         axes.set_xlim(0, longest)
@@ -195,12 +222,13 @@ def bar(kind: str) -> dict:
             "hatch": "////" if look.striped else None}
 
 
-def _draw_lane(axes: "Axes", y: float, spans: list[dict], zero: float, longest: float) -> None:
+def _draw_lane(axes: "Axes", y: float, wide: float, spans: list[dict], zero: float,
+               longest: float) -> None:
     rows = _rows(spans)
-    height = 0.9 / (1 + max(rows, default=0))
+    height = wide / (1 + max(rows, default=0))
     for span, row in zip(spans, rows, strict=True):
         start, width = span["start"] - zero, span["end"] - span["start"]
-        middle = y + 0.05 + (row + 0.5) * height
+        middle = y + (1 - wide) / 2 + (row + 0.5) * height
         drawn = bar(span["kind"])
         if width <= 0.005 * longest:
             drawn |= {"linewidth": 0, "hatch": None}

@@ -56,6 +56,9 @@ KINDS = {
     "send": Kind("#56B4E9", "送信", striped=True),
     "recv": Kind("#F0E442", "受信とその待ち", striped=True),
     "all_reduce": Kind("#CC79A7", "全ランクのテンソルの合計とその待ち", striped=True),
+    "all_gather": Kind("#E69F00", "全ランクの部分を集める（待ちを含む）", striped=True),
+    "reduce_scatter": Kind("#56B4E9", "合計し、部分ごとに配る（待ちを含む）", striped=True),
+    "all_to_all_single": Kind("#F0E442", "全ランクの間で交換する（待ちを含む）", striped=True),
     "collective": Kind("#E69F00", "集合通信とその待ち", striped=True),
     "remote call": Kind("#999999", "ほかのプロセスの応答を待つ", striped=True, waits=True),
 }
