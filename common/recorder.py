@@ -92,6 +92,18 @@ class Recorder(contextlib.ExitStack):
 
         self.put(dist_autograd, "context", Context)
 
+    def gather_at_end(self, recorded: Callable[[], Any]) -> list[Any]:
+        """Return a list that has `recorded()` of each rank when the program has left its group."""
+        everyone = []
+
+        @self.around(dist, "destroy_process_group")
+        def gather_and_leave(leave):
+            everyone.extend(gathered(recorded()))
+            leave()
+
+        return everyone
+
+
 class Barriers:
     """Notes who comes to each `dist.barrier()`, from now on; they are numbered from 1.
 

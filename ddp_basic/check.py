@@ -14,10 +14,9 @@ from types import ModuleType
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
-from common.recorder import Barriers, Recorder, copies, gathered
+from common.recorder import Barriers, Recorder, copies
 from common.session import device_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -73,9 +72,10 @@ def samples_of(rank: int, seed: int, n: int = 20) -> tuple[torch.Tensor, torch.T
 class Seen:
     """Keeps what one rank does in each step, by demo."""
 
-    def __init__(self) -> None:
-        self.demo, self.steps, self.step, self.loads = None, {}, {}, []
-        self.left_behind, self.saves = False, 0
+    def __init__(self, recorder: Recorder) -> None:
+        self.demo, self.steps, self.step, self.loads, self.saves = None, {}, {}, [], 0
+        recorder.on_forward(after=self.forward)
+        recorder.on_step(after=self.stepped)
 
     def begin(self, demo: str) -> None:
         """Record another demo from now on."""
@@ -103,17 +103,9 @@ class Seen:
 def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Run the lesson, recorded; rank 0 returns the findings."""
     torch.set_default_dtype(torch.float64)
-    seen, everyone = Seen(), []
     with Recorder() as recorder:
-        barriers = Barriers(recorder)
-        recorder.on_forward(after=seen.forward)
-        recorder.on_step(after=seen.stepped)
-
-        @recorder.around(dist, "destroy_process_group")
-        def gather_and_leave(leave):
-            seen.left_behind = any(args.output_dir.glob(".model.*"))
-            everyone.extend(gathered(seen))
-            leave()
+        seen, barriers = Seen(recorder), Barriers(recorder)
+        everyone = recorder.gather_at_end(lambda: seen)
 
         @recorder.around(torch, "save")
         def latest_save(save, state, file, **options):
@@ -148,7 +140,8 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
         recorder.enter_context(mock.patch.dict(lesson.DEMOS, {
             demo: recorded(demo, lesson.DEMOS[demo]) for demo in args.demos}))
         metrics = lesson.run_worker(rank, world_size, args)
-    return compare(metrics, everyone, seen.left_behind, args) if rank == 0 else None
+    left_behind = any(args.output_dir.glob(".model.*"))
+    return compare(metrics, everyone, left_behind, args) if rank == 0 else None
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -11,10 +11,9 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, verdict
-from common.recorder import Barriers, Recorder, gathered
+from common.recorder import Barriers, Recorder
 
 from ddp_basic import skew as lesson
 from ddp_basic.check import Seen, compare_steps
@@ -26,8 +25,8 @@ LONGEST_DELAY_S = 0.2  # of the slow rank, in a check
 class SeenDelays(Seen):
     """Keeps also how a rank is delayed, and whether all ranks had come when it began."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
         self.together, self.delays = [], []
         self.begin("skew")
 
@@ -41,16 +40,9 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | N
 def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Run the lesson, recorded; rank 0 returns the findings."""
     torch.set_default_dtype(torch.float64)
-    seen, everyone = SeenDelays(), []
     with Recorder() as recorder:
-        barriers = Barriers(recorder)
-        recorder.on_forward(after=seen.forward)
-        recorder.on_step(after=seen.stepped)
-
-        @recorder.around(dist, "destroy_process_group")
-        def gather_and_leave(leave):
-            everyone.extend(gathered(seen))
-            leave()
+        seen, barriers = SeenDelays(recorder), Barriers(recorder)
+        everyone = recorder.gather_at_end(lambda: seen)
 
         @recorder.around(lesson, "timed_steps")
         def timed_steps(original, ddp_model, *given):

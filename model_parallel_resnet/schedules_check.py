@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import verdict
-from common.recorder import Recorder, copies, gathered
+from common.recorder import Recorder, copies
 from common.tracing import timeline
 from torch import nn
 
@@ -48,7 +48,6 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     places = PLACES[args.schedule]
     seen = OnRank(rank, places[rank], HALVES if len(places[0]) == 1 else QUARTERS,
                   oracle.single_process(args))
-    of_ranks = []
     with Recorder() as recorder:
         recorder.on_forward(seen.before, seen.after)
         # Who does not have the loss steps late: the clock could be read before that.
@@ -66,11 +65,7 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
             barrier()
             time.sleep(LATE * (seen.last in seen.stages))
 
-        @recorder.around(dist, "destroy_process_group")
-        def gather_first(leave):
-            of_ranks.extend(gathered((seen.ours, seen.theirs)))
-            leave()
-
+        of_ranks = recorder.gather_at_end(lambda: (seen.ours, seen.theirs))
         metrics = lesson.run_worker(rank, world_size, args)
     if metrics is None:
         return None

@@ -8,10 +8,9 @@ waited, reads the old value.
 from argparse import Namespace
 from types import ModuleType
 
-import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, verdict
-from common.recorder import Recorder, gathered
+from common.recorder import Recorder
 
 from p2p_collectives import main as lesson
 from p2p_collectives.expected import single_process
@@ -22,15 +21,9 @@ DELAY_S = 0.1  # of messages, for each rank
 
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the program, recorded; return the findings on rank 0."""
-    not_waited_for = []
     with Recorder() as recorder:
         messages = record_messages(recorder, delay=DELAY_S * (rank + 1))
-
-        @recorder.around(dist, "destroy_process_group")
-        def gather_and_leave(leave):
-            not_waited_for.extend(gathered(messages.not_waited_for()))
-            leave()
-
+        not_waited_for = recorder.gather_at_end(messages.not_waited_for)
         metrics = lesson.run_worker(rank, world_size, args)
     return compare(metrics, not_waited_for, args) if rank == 0 else None
 

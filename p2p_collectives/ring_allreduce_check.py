@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
-from common.recorder import Barriers, Recorder, gathered
+from common.recorder import Barriers, Recorder
 
 from p2p_collectives import ring_allreduce as lesson
 from p2p_collectives.fast_ring import RingAllReduce
@@ -60,17 +60,12 @@ def lengths(n: int, parts: int) -> list[int]:
 
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the lesson, recorded; return the findings on rank 0."""
-    calls, everyone = [], []
+    calls = []
     with Recorder() as recorder:
         messages, barriers = record_messages(recorder), Barriers(recorder)
         recorder.put(lesson, "contribution", partial(numbers_of, seed=args.seed))
         recorder.put(lesson.results, "require_sum", lambda *_: None)  # of other numbers
-
-        @recorder.around(lesson, "measure")
-        def measure(original, *place):
-            rows = original(*place)
-            everyone.extend(gathered([calls, messages.not_waited_for()]))
-            return rows
+        everyone = recorder.gather_at_end(lambda: [calls, messages.not_waited_for()])
 
         @recorder.around(lesson, "algorithms")
         def algorithms(original):
