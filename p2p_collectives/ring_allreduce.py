@@ -123,20 +123,26 @@ def measure(rank: int, world_size: int, args: Namespace) -> list[dict]:
         for repeat in range(args.repeats + 1):
             for name, all_reduce in ways.items():
                 tensor.copy_(mine)
-                dist.barrier()  # or the first to come would count its wait for the last
-                started = time.perf_counter()
-                all_reduce(tensor)
-                slowest = torch.tensor(time.perf_counter() - started)
-                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                slowest = time_slowest(all_reduce, tensor)
                 results.require_sum(name, tensor, world_size)
                 if repeat > 0:  # the first round connects the ranks and touches the memory
-                    seconds[name].append(slowest.item())
+                    seconds[name].append(slowest)
                 bar.update()
         rows += results.rows_of(seconds, world_size, n_bytes)
         if rank == 0:
             report.log("rank0", f"{results.size_text(n_bytes)}: timed {args.repeats} rounds")
     bar.close()
     return rows
+
+
+def time_slowest(collective: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> float:
+    """Let all ranks begin together; return the seconds of the slowest."""
+    dist.barrier()  # or the first to come would count its wait for the last
+    started = time.perf_counter()
+    collective(tensor)
+    slowest = torch.tensor(time.perf_counter() - started)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:

@@ -31,7 +31,6 @@ It ends with, about:
 import contextlib
 import os
 import select
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
@@ -44,7 +43,7 @@ from common.session import group_options
 
 from p2p_collectives import shared_memory_results as results
 from p2p_collectives.fast_ring import RingAllReduce, group_with_small_buffers
-from p2p_collectives.ring_allreduce import contribution
+from p2p_collectives.ring_allreduce import contribution, time_slowest
 from p2p_collectives.shared_memory_results import COPIED, HIERARCHICAL, SHARED, SMALL_BYTES
 
 BLOCK_SIZE = 2**16  # elements of a slice that are added up at a time: a core's cache holds them
@@ -288,14 +287,10 @@ def measure(rank: int, world_size: int, args: Namespace) -> list[dict]:
             for repeat in range(args.repeats + 1):
                 for way, function in ways.items():
                     tensors[way].copy_(brought)
-                    dist.barrier()  # or the first to come would count its wait for the last
-                    started = time.perf_counter()
-                    function(tensors[way])
-                    slowest = torch.tensor(time.perf_counter() - started)
-                    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                    slowest = time_slowest(function, tensors[way])
                     results.require_right(collective, way, tensors[way], rank, world_size)
                     if repeat > 0:  # the first round connects the ranks and touches the memory
-                        seconds[way].append(slowest.item())
+                        seconds[way].append(slowest)
                     bar.update()
             rows += results.rows_of(collective, seconds, world_size, n_bytes)
     bar.close()

@@ -27,7 +27,7 @@ MUTANTS = [
            "arrived = next_arrival(); segment.copy_(arrived)", check="RingAllReduce", program=MAIN),
     Mutant("the warm-up counts", MAIN, "                if repeat > 0:", "                if repeat >= 0:", check="reported time"),
     Mutant("the time of one's own, not of the slowest", MAIN,
-           "                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)\n", "", check="reported time"),
+           "    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)\n", "", check="reported time"),
     Mutant("bytes are counted wrongly", RESULTS, "2 * (world_size - 1) / world_size * n_bytes / seconds",
            "2 * (world_size - 1) * n_bytes / seconds", test=RINGS),
     Mutant("mean for median", RESULTS, "statistics.median(times)", "statistics.fmean(times)", check="reported time", program=MAIN),
