@@ -12,14 +12,13 @@ dropout masks from the run, and holds them as what they are: random, at the righ
 
 import argparse
 import importlib
-import math
 from types import ModuleType
 
 import gymnasium as gym
 import numpy as np
 import torch
 from common.launcher import launch
-from common.oracle import Comparison, verdict
+from common.oracle import Comparison, hold_masks, verdict
 from common.recorder import Recorder
 from common.session import device_for
 from torch import nn
@@ -34,7 +33,6 @@ from batch_rl.recording import TIME_LIMIT, DistinctRewards, record_agent, record
 # At most, whatever the flags are:
 NUM_EPISODE = 3  # to compare, after a warm-up
 EPISODES, THRESHOLD = 8, 10.0  # to train, and a running reward that they pass earlier
-SIGMAS = 6  # two random choices in a billion are further from what is expected
 AGENTS = {"batch_rl.main": lesson.Agent, "batch_rl.fast": FastAgent,
           "batch_rl.vector": vector.VectorAgent, "batch_rl.until_solved": vector.VectorAgent,
           "batch_rl.double_buffering": DoubleBufferedAgent}  # of each program
@@ -173,7 +171,8 @@ def compare(run: dict, episodes: list[dict], args: argparse.Namespace) -> dict:
                        "what metrics.json has", "training")
         return findings.as_dict()
     if not args.n_groups:
-        hold_randomness(findings, [ep for ep in episodes if not ep["batch"]])
+        hold_masks(findings, torch.cat([mask for ep in episodes if not ep["batch"]
+                                        for of in ep["masks"].values() for mask in of]))
     hold_times(findings, run["timed"], alone, args)
     return findings.as_dict()
 
@@ -182,17 +181,6 @@ def steps_of(episode: dict, args: argparse.Namespace) -> int:
     """Count the steps that all environments made in an episode."""
     return sum(len(actions) for rank in range(1, args.world_size)
                for actions in episode[f"observer{rank}"]["actions"])
-
-
-def hold_randomness(findings: Comparison, run: list[dict]) -> None:
-    """Hold the masks without batches, which depend on who asks first, as what they are: random."""
-    masks = torch.cat([mask for ep in run for of in ep["masks"].values() for mask in of])
-    share, bound = (masks > 0).double().mean().item(), SIGMAS * math.sqrt(0.24 / masks.numel())
-    findings.holds("dropout rate", abs(share - 0.4) < bound,
-                   f"{share:.3f} of {masks.numel()} hidden units were kept, 0.4 +- {bound:.3f}")
-    different = len(masks.unique(dim=0))
-    findings.holds("dropout masks", different == len(masks),
-                   f"{different} of {len(masks)} states had their own mask")
 
 
 def hold_times(findings: Comparison, timed: dict[str, list], alone: list[dict],

@@ -4,6 +4,7 @@ import io
 import math
 from argparse import Namespace
 from collections.abc import Callable, Collection
+from glob import escape
 from typing import NoReturn
 
 import torch
@@ -33,6 +34,12 @@ def save(args: Namespace, state: dict) -> None:
             temporary.write_bytes(whole.getbuffer())
     except OSError as error:
         raise NotSavedError(f"could not write {args.checkpoint}: {error.strerror}") from None
+
+
+def remove_leftovers(args: Namespace) -> None:
+    """Remove what somebody who was killed has left of writing to `args.checkpoint`."""
+    for leftover in args.checkpoint.parent.glob(f".{escape(args.checkpoint.name)}.*.tmp"):
+        leftover.unlink(missing_ok=True)
 
 
 def load(args: Namespace, needs: Collection[str] = ()) -> dict:

@@ -11,6 +11,7 @@ as fingerprints, tensors as one vector, the steps of all ranks side by side.
 """
 
 import contextlib
+import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
@@ -84,6 +85,19 @@ class Comparison:
         says = says.replace("{run}", self.run).replace("{oracle}", self.oracle)
         self.findings.append({"what": what, "difference": difference, "holds": holds, "says": says})
         return difference
+
+
+def hold_masks(findings: Comparison, masks: torch.Tensor) -> None:
+    """Hold dropout masks (n, units), which depend on who asks first, as random, at a rate of 0.6.
+
+    Of a billion that are, two are further from that rate.
+    """
+    share, bound = (masks > 0).double().mean().item(), 6 * math.sqrt(0.24 / masks.numel())
+    findings.holds("dropout rate", abs(share - 0.4) < bound,
+                   f"{share:.3f} of {masks.numel()} hidden units were kept, 0.4 +- {bound:.3f}")
+    different = len(masks.unique(dim=0))
+    findings.holds("dropout masks", different == len(masks),
+                   f"{different} of {len(masks)} steps had their own mask")
 
 
 def verdict(compared: dict | None) -> dict[str, float] | None:

@@ -29,7 +29,6 @@ It ends with, about:
 import argparse
 import os
 from datetime import timedelta
-from glob import escape
 from pathlib import Path
 
 import torch
@@ -131,8 +130,7 @@ def resume(model: nn.Module, optimizer: optim.Optimizer, rank: int,
     """Go on from the checkpoint, if there is one; return the history so far."""
     state = [None]
     if rank == 0 and args.checkpoint is not None:
-        for leftover in args.checkpoint.parent.glob(f".{escape(args.checkpoint.name)}.*.tmp"):
-            leftover.unlink(missing_ok=True)  # of a rank 0 that was killed while it wrote
+        checkpoint.remove_leftovers(args)  # of a rank 0 that was killed while it wrote
         if args.checkpoint.exists():
             state = [checkpoint.load(args)]
     # The others do not read the file themselves: on another machine they would find none, or that

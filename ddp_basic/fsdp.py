@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import report
-from common.cli import Parser, bounded, ranks_here, refuse, require_memory, require_own_gpus
+from common.cli import Parser, bounded, refuse, require_own_gpus
 from common.program import run_program
 from common.session import device_of_group, group_options
 from torch import nn, optim
@@ -207,8 +207,7 @@ def main(argv: list[str] | None = None) -> dict | None:
         refuse(f"--global_batch_size {args.global_batch_size} must be a multiple of --world_size "
                f"{args.world_size}")
     require_own_gpus(args)
-    n_bytes = 16 * memory.count(args.width, LAYERS) * len(ranks_here(args))
-    require_memory(args, ["width"], n_bytes)
+    memory.require_room(args, LAYERS)
     folders.require_useful(args)
     try:
         return run_program(run_worker, args, role_name, results.finish)

@@ -1,5 +1,6 @@
 """What a rank holds and sends: measured here, and by the formulas."""
 
+import argparse
 import os
 import socket
 import stat
@@ -8,6 +9,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from common.cli import ranks_here, require_memory
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -73,6 +75,12 @@ def bytes_sent() -> int | None:
                     return None  # an older kernel
                 total += struct.unpack_from("Q", info, BYTES_SENT)[0]
     return total
+
+
+def require_room(args: argparse.Namespace, layers: int) -> None:
+    """Refuse a `--width` whose weights, gradients and moments this machine cannot hold."""
+    n_bytes = 16 * count(args.width, layers) * len(ranks_here(args))
+    require_memory(args, ["width"], n_bytes)
 
 
 def count(width: int, layers: int) -> int:

@@ -41,11 +41,53 @@ def require_sizes(args: argparse.Namespace, roles: list[list[str]]) -> None:
     if args.batch_size // most == 1 and args.image_size == 32:  # BatchNorm of a single number
         refuse(f"{given(args, 'image_size')} must be above 32 with --num_splits {most} and "
                f"{given(args, 'batch_size')}: the last layers would see one pixel of one image")
-    # Images and one-hot targets, which were integers; what the first layer and its BatchNorm make
-    # of an image, each 64 channels of half the height and width; the last layer's weights.
-    first_layers = 2 * 64 * (args.image_size // 2) ** 2 if on_cpu(args) else 0
-    numbers = {"batch": args.batch_size * 3 * (args.image_size**2 + args.num_classes),
-               "first half": args.batch_size * first_layers,
-               "second half": {"resnet18": 512, "resnet50": 2048}[args.arch] * args.num_classes}
-    n_bytes = 4 * sum(numbers[part] for rank in ranks_here(args) for part in roles[rank])
-    require_memory(args, ["batch_size", "image_size", "num_classes"], n_bytes)
+    last_layer = {"resnet18": 512, "resnet50": 2048}[args.arch] * args.num_classes
+    n_bytes = {"batch": batch_bytes(args, args.num_classes),
+               "first half": first_layers_bytes(args) if on_cpu(args) else 0,
+               "second half": 4 * last_layer}
+    require_memory(args, ["batch_size", "image_size", "num_classes"],
+                   sum(n_bytes[part] for rank in ranks_here(args) for part in roles[rank]))
+
+
+def require_split_sizes(args: argparse.Namespace, split_sizes: list[int],
+                        num_classes: int) -> list[int]:
+    """Fill in the split sizes; refuse what is no part of the batch, or cannot be held here.
+
+    `args.split_size` is set afterwards, and `args.measured_sizes`: all split sizes, in order.
+
+    Args:
+        args: the parsed flags of single_machine.py, with the chosen `devices`.
+        split_sizes: to measure, if `--split_sizes` has none.
+        num_classes: of the targets.
+
+    Returns:
+        The split sizes that are left out, since they are larger than the batch.
+
+    Raises:
+        SystemExit: 2 after one line.
+    """
+    too_large = [size for size in args.split_sizes or split_sizes if size > args.batch_size]
+    accepted = f"must be at most --batch_size {args.batch_size}: it is the samples of a micro-batch"
+    if args.split_sizes and too_large:
+        refuse(f"--split_sizes {too_large[0]} {accepted}")
+    if args.split_size is None:
+        args.split_size = min(20, (args.batch_size + 1) // 2)
+    if args.split_size > args.batch_size:
+        refuse(f"--split_size {args.split_size} {accepted}")
+    n_bytes = batch_bytes(args, num_classes)
+    if args.devices[0].type == "cpu":
+        n_bytes += first_layers_bytes(args)
+    require_memory(args, ["batch_size", "image_size"], n_bytes)
+    asked_for = {args.split_size, *(args.split_sizes or split_sizes)}
+    args.measured_sizes = sorted(asked_for - set(too_large))
+    return too_large
+
+
+def batch_bytes(args: argparse.Namespace, num_classes: int) -> int:
+    """Estimate the bytes of the images and of the one-hot targets, which were integers."""
+    return 4 * args.batch_size * 3 * (args.image_size**2 + num_classes)
+
+
+def first_layers_bytes(args: argparse.Namespace) -> int:
+    """Estimate what the first layer and its BatchNorm make: 64 channels, half as high and wide."""
+    return 4 * args.batch_size * 2 * 64 * (args.image_size // 2) ** 2

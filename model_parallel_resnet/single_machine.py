@@ -35,11 +35,12 @@ import time
 
 import torch
 from common import program, report
-from common.cli import Parser, bounded, refuse, require_memory, shortened
+from common.cli import Parser, bounded, refuse, shortened
 from common.launcher.environment import reproducible
 from common.vision import import_torchvision
 from torch import nn, optim
 
+from model_parallel_resnet.data import require_split_sizes
 from model_parallel_resnet.single_machine_results import ROLE, finish, what_it_shows
 
 NUM_CLASSES = 1000
@@ -257,39 +258,6 @@ def choose_devices(args: argparse.Namespace) -> list[torch.device]:
     return args.devices
 
 
-def settle(args: argparse.Namespace) -> list[int]:
-    """Refuse what cannot be, and fill in what was left to us.
-
-    `args.devices` and `args.split_size` are set afterwards, and `args.measured_sizes`: all split
-    sizes, in order.
-
-    Args:
-        args: the parsed flags.
-
-    Returns:
-        The split sizes that are left out, since they are larger than the batch.
-    """
-    reproducible(args)
-    args.devices = choose_devices(args)
-    too_large = [size for size in args.split_sizes or SPLIT_SIZES if size > args.batch_size]
-    accepted = f"must be at most --batch_size {args.batch_size}: it is the samples of a micro-batch"
-    if args.split_sizes and too_large:
-        refuse(f"--split_sizes {too_large[0]} {accepted}")
-    if args.split_size is None:
-        args.split_size = min(20, (args.batch_size + 1) // 2)
-    if args.split_size > args.batch_size:
-        refuse(f"--split_size {args.split_size} {accepted}")
-    # Images and one-hot targets, which were integers; on a CPU also what the first layer and its
-    # BatchNorm make of an image, each 64 channels of half the height and width.
-    of_image = 3 * (args.image_size**2 + NUM_CLASSES)
-    if args.devices[0].type == "cpu":
-        of_image += 2 * 64 * (args.image_size // 2) ** 2
-    require_memory(args, ["batch_size", "image_size"], 4 * args.batch_size * of_image)
-    asked_for = {args.split_size, *(args.split_sizes or SPLIT_SIZES)}
-    args.measured_sizes = sorted(asked_for - set(too_large))
-    return too_large
-
-
 def build_parser() -> Parser:
     """Make the parser of this example."""
     parser = Parser("model_parallel_resnet/single_machine", __doc__, distributed=False)
@@ -316,7 +284,9 @@ def main(argv: list[str] | None = None) -> dict:
     """Measure and draw, or `--check`; return the metrics or the differences."""
     started = time.perf_counter()
     args = build_parser().parse_args(argv)
-    left_out = settle(args)
+    reproducible(args)
+    args.devices = choose_devices(args)
+    left_out = require_split_sizes(args, SPLIT_SIZES, NUM_CLASSES)
     report.log(ROLE, what_it_shows(args.devices))
     if args.check:
         return program.check(measure, args)

@@ -31,7 +31,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from common import report
-from common.cli import Parser, bounded, ranks_here, refuse, require_memory
+from common.cli import Parser, bounded, refuse
 from common.program import role_name, run_program
 from common.session import group_options
 
@@ -173,10 +173,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     if args.device == "cuda":
         refuse("--device cuda must be cpu or auto: gloo sends and receives main memory only, and "
                "on GPUs NCCL has rings of its own")
-    # On each rank: whole numbers of 8 bytes, three tensors, and the three copies of ring_naive.
-    of_rank = max(args.sizes) * (2 + 6)
-    if not args.check:  # which has sizes of its own
-        require_memory(args, ["sizes"], len(ranks_here(args)) * of_rank)
+    # Whole numbers of 8 bytes, three tensors, and the three copies of ring_naive.
+    results.require_room(args, tensors=2 + 6)
     return run_program(run_worker, args, role_name, results.finish)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from common import picture, report
+from common.cli import ranks_here, require_memory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +20,13 @@ WORDS = {
            "y": "バス帯域（GB/s）", "model": "RingAllReduceのモデル",
            "one": "1回の測定（{repeats}回の中央値）"},
 }
+
+
+def require_room(args: Namespace, tensors: int) -> None:
+    """Refuse `--sizes` of which a rank cannot hold so many `tensors`; a check has its own sizes."""
+    if not args.check:
+        n_bytes = len(ranks_here(args)) * tensors * max(args.sizes)
+        require_memory(args, ["sizes"], n_bytes)
 
 
 def require_sum(name: str, tensor: torch.Tensor, world_size: int) -> None:

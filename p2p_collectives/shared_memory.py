@@ -37,13 +37,14 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 from common import report
-from common.cli import Parser, bounded, ranks_here, refuse, require_memory
+from common.cli import Parser, bounded, ranks_here, refuse
 from common.program import role_name, run_program
 from common.session import group_options
 
 from p2p_collectives import shared_memory_results as results
 from p2p_collectives.fast_ring import RingAllReduce, group_with_small_buffers
 from p2p_collectives.ring_allreduce import contribution, time_slowest
+from p2p_collectives.ring_allreduce_results import require_room
 from p2p_collectives.shared_memory_results import COPIED, HIERARCHICAL, SHARED, SMALL_BYTES
 
 BLOCK_SIZE = 2**16  # elements of a slice that are added up at a time: a core's cache holds them
@@ -336,9 +337,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     if args.device == "cuda":
         refuse("--device cuda must be cpu or auto: these ranks share main memory, and on GPUs NCCL "
                "has its own ways")
-    # On each rank: what it brings, a tensor for each way, and the buffers of a receive.
-    if not args.check:  # which has sizes of its own
-        require_memory(args, ["sizes"], here * 10 * max(args.sizes))
+    # What a rank brings, a tensor for each way, and the buffers of a receive.
+    require_room(args, tensors=10)
     return run_program(run_worker, args, role_name, results.finish)
 
 

@@ -17,14 +17,13 @@ rate.
 
 import argparse
 import importlib
-import math
 import threading
 from types import ModuleType
 
 import gymnasium as gym
 import torch
 from common.launcher import launch
-from common.oracle import Comparison, verdict
+from common.oracle import Comparison, hold_masks, verdict
 from common.recorder import Recorder, named_gradients, named_weights
 from torch import nn
 from torch.distributions import Categorical
@@ -37,7 +36,6 @@ N_STEPS = 17  # of an episode, that the agent grants
 THRESHOLD = 5.0  # the running reward passes it after seven episodes or so
 MAX_EPISODES = 12
 TIME_LIMIT = 13  # steps, of observer1's environment
-SIGMAS = 6  # two random choices in a billion are further from what is expected
 
 
 class DistinctRewards(gym.Wrapper):
@@ -260,16 +258,6 @@ def compare(metrics: dict, run: list[dict], args: argparse.Namespace) -> dict:
     findings.close("metrics", [{what: metrics[what] for what in expected}], [expected], 1e-12,
                    "what metrics.json has", "training")
     if not args.fast:
-        hold_randomness(findings, run)
+        hold_masks(findings, torch.stack(
+            [mask for ep in run for ob in ep["observers"] for mask in ob["masks"]]))
     return findings.as_dict()
-
-
-def hold_randomness(findings: Comparison, run: list[dict]) -> None:
-    """Hold dropout masks, which depend on which request comes first, as what they are: random."""
-    masks = torch.stack([mask for ep in run for ob in ep["observers"] for mask in ob["masks"]])
-    share, bound = (masks > 0).double().mean().item(), SIGMAS * math.sqrt(0.24 / masks.numel())
-    findings.holds("dropout rate", abs(share - 0.4) < bound,
-                   f"{share:.3f} of {masks.numel()} hidden units were kept, 0.4 +- {bound:.3f}")
-    different = len(masks.unique(dim=0))
-    findings.holds("dropout masks", different == len(masks),
-                   f"{different} of {len(masks)} steps had their own mask")

@@ -10,6 +10,7 @@ from torch import nn
 
 from model_parallel_resnet import single_machine
 from model_parallel_resnet import single_machine_results as results
+from model_parallel_resnet.data import require_split_sizes
 from model_parallel_resnet.single_machine import (
     ModelParallelResNet50,
     PipelineParallelResNet50,
@@ -27,7 +28,8 @@ PICTURES = ["mp_vs_rn.png", "mp_vs_rn_vs_pp.png", "split_size_tradeoff.png"]
 def settled(folder, *flags):
     """The flags, parsed and filled in; and the split sizes that are left out."""
     args = single_machine.build_parser().parse_args(["--output_dir", str(folder), *map(str, flags)])
-    return args, single_machine.settle(args)
+    args.devices = single_machine.choose_devices(args)
+    return args, require_split_sizes(args, single_machine.SPLIT_SIZES, single_machine.NUM_CLASSES)
 
 
 class SmallResNet(nn.Module):

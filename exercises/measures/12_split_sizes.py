@@ -6,6 +6,7 @@ import torch
 from common import report
 
 from model_parallel_resnet import single_machine as lesson
+from model_parallel_resnet.data import require_split_sizes
 
 
 def pieces(args: argparse.Namespace) -> dict[int, list[int]]:
@@ -26,5 +27,6 @@ def pieces(args: argparse.Namespace) -> dict[int, list[int]]:
 if __name__ == "__main__":
     flags = lesson.build_parser().parse_args()
     flags.example = "exercises/12_split_sizes"
-    lesson.settle(flags)
+    flags.devices = lesson.choose_devices(flags)
+    require_split_sizes(flags, lesson.SPLIT_SIZES, lesson.NUM_CLASSES)
     report.save_metrics(flags, {"pieces": pieces(flags)}, backend=None)
