@@ -172,7 +172,7 @@ def compare(run: dict, episodes: list[dict], args: argparse.Namespace) -> dict:
         return findings.as_dict()
     if not args.n_groups:
         hold_masks(findings, torch.cat([mask for ep in episodes if not ep["batch"]
-                                        for of in ep["masks"].values() for mask in of]))
+                                        for of in ep["masks"].values() for mask in of]), "states")
     hold_times(findings, run["timed"], alone, args)
     return findings.as_dict()
 

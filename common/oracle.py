@@ -87,17 +87,22 @@ class Comparison:
         return difference
 
 
-def hold_masks(findings: Comparison, masks: torch.Tensor) -> None:
-    """Hold dropout masks (n, units), which depend on who asks first, as random, at a rate of 0.6.
+def hold_masks(findings: Comparison, masks: torch.Tensor, units: str) -> None:
+    """Hold dropout masks, which depend on who asks first, to be random, at a rate of 0.6.
 
-    Of a billion that are, two are further from that rate.
+    Two random choices in a billion are further from that rate.
+
+    Args:
+        findings: to which this is added.
+        masks: (n, 128).
+        units: what has a mask each: "steps".
     """
     share, bound = (masks > 0).double().mean().item(), 6 * math.sqrt(0.24 / masks.numel())
     findings.holds("dropout rate", abs(share - 0.4) < bound,
                    f"{share:.3f} of {masks.numel()} hidden units were kept, 0.4 +- {bound:.3f}")
     different = len(masks.unique(dim=0))
     findings.holds("dropout masks", different == len(masks),
-                   f"{different} of {len(masks)} steps had their own mask")
+                   f"{different} of {len(masks)} {units} had their own mask")
 
 
 def verdict(compared: dict | None) -> dict[str, float] | None:

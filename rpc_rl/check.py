@@ -259,5 +259,5 @@ def compare(metrics: dict, run: list[dict], args: argparse.Namespace) -> dict:
                    "what metrics.json has", "training")
     if not args.fast:
         hold_masks(findings, torch.stack(
-            [mask for ep in run for ob in ep["observers"] for mask in ob["masks"]]))
+            [mask for ep in run for ob in ep["observers"] for mask in ob["masks"]]), "steps")
     return findings.as_dict()
