@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import checkpoint, report
+from common import checkpoint
 from common.cli import Parser, bounded, given, refuse, starts_rank
 from common.data import add_data_flags, fetch_data, load_data
 from common.program import role_name, run_program
@@ -41,6 +41,7 @@ from torch.utils.data import TensorDataset
 from p2p_collectives import train_results as results
 from p2p_collectives.data import batches, steps_of_epoch
 
+MOMENTUM = 0.9
 MAX_NORM = 1.0  # gradients are clipped to it: large steps would end in chaos
 
 
@@ -170,35 +171,24 @@ def run(rank: int, size: int, args: Namespace, train_step: Callable = train_step
     net = Net().to(device)
     model = wrap(net)
     # Tutorial: lr 0.01 in all epochs, momentum 0.5; too slow for as few steps as ours.
-    optimizer = optim.SGD(net.parameters(), lr=args.lr, momentum=args.momentum,
-                          nesterov=args.momentum > 0)
+    optimizer = optim.SGD(net.parameters(), lr=args.lr, momentum=MOMENTUM, nesterov=True)
     epochs = resume(net, optimizer, args) if args.resume else []
-    clock = results.Clock()
-    bar = report.progress((args.epochs - len(epochs)) * len(global_batches), "step",
-                          show=rank == 0, role="rank0")
+    history = results.History(len(train_set), global_batches, epochs, args)
     for epoch in range(len(epochs), args.epochs):
         # Another seed on each rank, for the order of its samples and for dropout; and in each
         # epoch, so that a training resumed with the same --epochs goes on as if never stopped.
         torch.manual_seed(1_000_000 * args.seed + 1000 * epoch + rank)
         optimizer.param_groups[0]["lr"] = args.lr * (1 - epoch / args.epochs)  # smaller and smaller
-        epoch_loss = 0.0
-        with clock:
-            for data, target, share in batches(train_set, global_batches, rank):
-                loss = train_step(model, optimizer, data.to(device), target.to(device), share)
-                loss = report.require_finite(loss, f"in epoch {epoch + 1}")
-                epoch_loss += loss * len(target) / len(train_set)
-                bar.update()
-        epochs.append(results.losses_of_ranks(epoch_loss, size, device))
-        if rank == 0:  # one is enough: the others wait in their next collective
-            epochs[-1]["accuracy"] = results.accuracy(net, test_set, device)
-            results.log_epoch(epochs)
-            if args.checkpoint:  # rank 0 only: the others would race for the file
-                checkpoint.save(args, {"model": net.state_dict(), "epochs": epochs,
-                                       "optimizer": optimizer.state_dict()})
-    bar.close()
+        history.begin_epoch()
+        for data, target, share in batches(train_set, global_batches, rank):
+            loss = train_step(model, optimizer, data.to(device), target.to(device), share)
+            history.add(loss, len(target))
+        history.end_epoch(net, test_set, device)
+        if rank == 0 and args.checkpoint:  # rank 0 only: the others would race for the file
+            checkpoint.save(args, {"model": net.state_dict(), "epochs": history.epochs,
+                                   "optimizer": optimizer.state_dict()})
     results.require_equal_weights(net)
-    return {"epochs": epochs, "test_accuracy": epochs[-1].get("accuracy"),
-            "samples": clock.laps * sum(global_batches), "train_s": clock.seconds}
+    return history.metrics()
 
 
 def resume(net: nn.Module, optimizer: optim.Optimizer, args: Namespace) -> list[dict]:
@@ -230,7 +220,6 @@ def build_parser(example: str = "p2p_collectives/train", description: str = __do
     add("--epochs", type=count, default=10, metavar="N", help="passes over the images")
     add("--global_batch_size", type=count, default=128, metavar="N", help="of all ranks, in a step")
     add("--lr", type=bounded(float, above=0), default=0.15, help="learning rate of the first epoch")
-    add("--momentum", type=bounded(float, at_least=0, at_most=1), default=0.9, help="Nesterov's")
     parser.add_checkpoint_flags()
     return parser
 

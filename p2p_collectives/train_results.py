@@ -10,18 +10,59 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 
-class Clock:
-    """Counts the seconds that are spent inside of it, and how many times it was entered."""
+class History:
+    """Keeps what is reported of a training: losses and accuracy of its epochs, samples, time.
 
-    def __init__(self) -> None:
-        self.seconds, self.laps = 0.0, 0
+    Args:
+        n_samples: of this rank, in an epoch.
+        global_batches: samples of all ranks in each step of an epoch.
+        epochs: what is known of those before a checkpoint.
+        args: the parsed flags.
+    """
 
-    def __enter__(self) -> None:
-        self.started = time.perf_counter()
+    def __init__(self, n_samples: int, global_batches: list[int], epochs: list[dict],
+                 args: Namespace) -> None:
+        self.n_samples, self.global_batches, self.epochs = n_samples, global_batches, epochs
+        self.rank, self.samples, self.train_s = dist.get_rank(), 0, 0.0
+        self.bar = report.progress((args.epochs - len(epochs)) * len(global_batches), "step",
+                                   show=self.rank == 0, role="rank0")
 
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self.started
-        self.laps += 1
+    def begin_epoch(self) -> None:
+        """Begin to count the time of an epoch."""
+        self.loss, self.began = 0.0, time.perf_counter()
+
+    def add(self, loss: torch.Tensor, n: int) -> None:
+        """Add a step that has just ended, with the mean loss of its `n` samples on this rank.
+
+        Raises:
+            NotFiniteError: if the loss is not a number any more.
+        """
+        loss = report.require_finite(loss, f"in epoch {len(self.epochs) + 1}")
+        self.loss += loss * n / self.n_samples
+        self.ended = time.perf_counter()
+        self.bar.update()
+
+    def end_epoch(self, net: nn.Module, test_set: TensorDataset, device: torch.device) -> None:
+        """Gather the losses of all ranks; rank 0 takes the accuracy, and prints a line."""
+        self.samples += sum(self.global_batches)
+        self.train_s += self.ended - self.began  # without what follows
+        losses = [torch.zeros((), dtype=torch.float64, device=device)
+                  for _ in range(dist.get_world_size())]
+        dist.all_gather(losses, torch.tensor(self.loss, dtype=torch.float64, device=device))
+        losses = torch.stack(losses)
+        epoch = {"loss": losses.mean().item(), "loss_per_rank": losses.tolist()}
+        self.epochs.append(epoch)
+        if self.rank == 0:  # one is enough: the others wait in their next collective
+            epoch["accuracy"] = accuracy(net, test_set, device)
+            per_rank = " ".join(f"{loss:.3f}" for loss in epoch["loss_per_rank"])
+            report.log("rank0", f"epoch {len(self.epochs):2}  test accuracy "
+                                f"{epoch['accuracy']:.1%}  loss of each rank {per_rank}")
+
+    def metrics(self) -> dict:
+        """End the bar; return what `finish` takes, complete on rank 0."""
+        self.bar.close()
+        return {"epochs": self.epochs, "test_accuracy": self.epochs[-1].get("accuracy"),
+                "samples": self.samples, "train_s": self.train_s}
 
 
 def accuracy(net: nn.Module, test_set: TensorDataset, device: torch.device) -> float:
@@ -32,14 +73,6 @@ def accuracy(net: nn.Module, test_set: TensorDataset, device: torch.device) -> f
         guesses = torch.cat([net(batch).argmax(1) for batch in images.split(500)])
     net.train()
     return (guesses == labels).double().mean().item()
-
-
-def losses_of_ranks(loss: float, world_size: int, device: torch.device) -> dict:
-    """Gather the losses of all ranks in an epoch: `loss`, which is their mean, `loss_per_rank`."""
-    losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(world_size)]
-    dist.all_gather(losses, torch.tensor(loss, dtype=torch.float64, device=device))
-    losses = torch.stack(losses)
-    return {"loss": losses.mean().item(), "loss_per_rank": losses.tolist()}
 
 
 def require_equal_weights(net: nn.Module) -> None:
@@ -59,13 +92,6 @@ def require_equal_weights(net: nn.Module) -> None:
     dist.all_reduce(equal, op=dist.ReduceOp.MIN)  # 1 only if it is 1 everywhere
     if not equal:
         raise ArithmeticError("the replicas have drifted apart")
-
-
-def log_epoch(epochs: list[dict]) -> None:
-    """Print the line of the last epoch."""
-    per_rank = " ".join(f"{loss:.3f}" for loss in epochs[-1]["loss_per_rank"])
-    report.log("rank0", f"epoch {len(epochs):2}  test accuracy {epochs[-1]['accuracy']:.1%}  "
-                        f"loss of each rank {per_rank}")
 
 
 def finish(metrics: dict, args: Namespace) -> dict:

@@ -98,11 +98,11 @@ CHECKS = {
     "p2p_collectives.ring_allreduce": {f"--seed 7 --world_size {ranks}": 20 for ranks in (1, 2, 5)},
     "p2p_collectives.shared_memory": {"": 49, "--seed 7 --world_size 1": 33, "--world_size 3 --sizes 12000": 41},
     "p2p_collectives.train": {
-        "--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 22,
-        "--world_size 2 --global_batch_size 1438 --momentum 0": 22,
+        "--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05": 22,
+        "--world_size 2 --global_batch_size 1438": 22,
     },
-    "p2p_collectives.train_flat": {"--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 22},
-    "p2p_collectives.train_ddp": {"--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05 --momentum 0.5": 22},
+    "p2p_collectives.train_flat": {"--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05": 22},
+    "p2p_collectives.train_ddp": {"--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05": 22},
     "param_server.main": {
         "--seed 7 --world_size 4 --batch_size 5 --lr 0.02": 17,
         "--world_size 2 --batch_size 1": 16,

@@ -302,7 +302,7 @@ NO_PORT = "give the port with --master_port, and no IPv6"
 KNOWN = [
     *((flag, value, "give a whole number at least") for flag in (*SIZES, *OTHER_COUNTS, *MORE_COUNTS) for value in ("0", "-1")),
     *((flag, "1.5", "is not accepted; give a whole number") for flag in ("--epochs", "--world_size", "--num_steps")),
-    *((flag, value, "at least 0 and at most 1") for flag in ("--dropout", "--gamma", "--momentum") for value in ("-0.1", "1.5", "nan")),
+    *((flag, value, "at least 0 and at most 1") for flag in ("--dropout", "--gamma") for value in ("-0.1", "1.5", "nan")),
     *((flag, value, "give a number above 0") for flag in ("--lr", "--reward_threshold") for value in ("0", "-0.1", "nan", "inf")),
     ("--lr", "1e38", "--lr 1e+38 must be at most 1e+30"),
     *(("--max_staleness", value, "at least 0") for value in ("-1", "0.5")),

@@ -150,15 +150,9 @@ def test_until_solved(clock, drawn, tmp_path, capfd):
     assert lines["running reward"] == ([1], [21])
 
 
-def test_training_with_collectives(clock, tmp_path, capfd):
+def test_training_with_collectives(tmp_path, capfd):
     args = args_of(train, tmp_path, "--epochs", 3)
-    laps = train_results.Clock()
-    for seconds in (2, 3):
-        with laps:
-            clock.now += seconds
-        clock.now += 50  # the accuracy
-    assert (laps.seconds, laps.laps) == (5, 2)
-    metrics = {"backend": "gloo", "epochs": [], "test_accuracy": 0.875, "samples": 2000, "train_s": laps.seconds}
+    metrics = {"backend": "gloo", "epochs": [], "test_accuracy": 0.875, "samples": 2000, "train_s": 5}
     assert train_results.finish(metrics, args)["samples_per_s"] == 400
     assert last_line(capfd) == ("digits: test accuracy 87.5% after 3 epochs on 2 ranks: 400 samples/s, "
                                 "weights bitwise identical")

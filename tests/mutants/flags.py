@@ -16,7 +16,7 @@ ELSEWHERE = ("check", "comparison", "results", "require", "parser", "main", "fin
 # way, a rate that each epoch sets anew or that a checkpoint brings, what torch decides by itself.
 NO_NUMBER = ("report.progress(", "report.log(", "Rounds(", "count_batches(", "share = range(", "-(-len(share)", "rpc_options(", "patterns =",
              "make_schedule(", "self.n_trainers =", "bucket_cap_mb=",
-             "optim.AdamW(self.parameters(), lr=self.args.lr)", "self.mesh = mesh_of(model, args.row)", "optim.SGD(net.parameters(), lr=args.lr, momentum=args.momentum,")
+             "optim.AdamW(self.parameters(), lr=self.args.lr)", "self.mesh = mesh_of(model, args.row)", "optim.SGD(net.parameters(), lr=args.lr, momentum=MOMENTUM,")
 
 
 class Ignored(Mutant):
