@@ -28,7 +28,7 @@ PLAIN, TWO, ONE, CEILING = "plain", "fast, 2 RPCs a step", "fast", "ceiling"
 class TwoRPCs(FastAgent):
     """The fast agent with the tutorial's protocol."""
 
-    observer = lesson.Observer
+    observer_class = lesson.Observer
 
 
 class Replay(FastAgent):

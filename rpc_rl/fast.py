@@ -57,7 +57,7 @@ class FastObserver(tutorial.Observer):
 class FastAgent(tutorial.Agent):
     """Acts without a graph; its `finish_episode` is that of `Agent`."""
 
-    observer = FastObserver
+    observer_class = FastObserver
 
     def run_episode(self) -> None:
         """Play as `Agent.run_episode`, with all random numbers drawn first."""

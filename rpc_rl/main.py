@@ -98,7 +98,7 @@ class Observer:
 class Agent:
     """Decides for all observers and learns from them: master and trainer at once; on rank 0."""
 
-    observer = Observer
+    observer_class = Observer
 
     def __init__(self, world_size: int, args: argparse.Namespace) -> None:
         self.args = args
@@ -116,7 +116,7 @@ class Agent:
         self.ob_rrefs, self.generators = {}, {}
         for ob_rank in range(1, world_size):
             ob_info = rpc.get_worker_info(OBSERVER_NAME.format(ob_rank))
-            self.ob_rrefs[ob_info.id] = remote(ob_info, self.observer)
+            self.ob_rrefs[ob_info.id] = remote(ob_info, self.observer_class)
             seed = 1000 * args.seed + ob_info.id  # of the environment: others for each observer
             self.generators[ob_info.id] = torch.Generator().manual_seed(seed)
 

@@ -38,6 +38,6 @@ def __init__(self, world_size: int, args: argparse.Namespace) -> None:
     self.ob_rrefs, self.generators = {}, {}
     for ob_rank in range(1, world_size):
         ob_info = rpc.get_worker_info(OBSERVER_NAME.format(ob_rank))
-        self.ob_rrefs[ob_info.id] = remote(ob_info, self.observer)
+        self.ob_rrefs[ob_info.id] = remote(ob_info, self.observer_class)
         seed = 1000 * args.seed + rpc.get_worker_info().id
         self.generators[ob_info.id] = torch.Generator().manual_seed(seed)
