@@ -10,7 +10,6 @@ import torch
 from torch.distributed import rpc
 
 from param_server import batch_update
-from param_server import batch_update_results as results
 from param_server.flat_update import FlatParameterServer, FlatTrainer
 from tests.helpers import commands_in, run, script
 
@@ -37,16 +36,6 @@ def test_both_trainers_send_the_same_numbers(monkeypatch):
         trainer.loss_fn(trainer.m(inputs), labels).backward()
         sent.append(torch.cat([tensor.flatten() for tensor in trainer.get_gradients()]))
     assert torch.equal(*sent)
-
-
-def test_summary():
-    stats = {"loss": 2.0, "started": 1.0, "computed": 2.0, "ended": 4.0}
-    slower = {**stats, "loss": 4.0, "ended": 5.0}
-    trainers = [{"updates": [one], "peak_memory": 1e9} for one in (stats, slower)]
-    measured = {"trainers": trainers, "waits": [[0.5, 0.5]], "peak_memory": 2e9, "model_bytes": 10}
-    assert results.summary(measured, parsed()) == {
-        "updates": [4.0], "median_update_s": 4.0, "compute": [1.0], "transfer": [2.0], "waiting": [0.5], "loss": [3.0],
-        "bytes_per_update": 40, "peak_memory_gb": 4.0}
 
 
 # --- what it computes

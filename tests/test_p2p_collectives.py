@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from p2p_collectives import ring_allreduce, train
 from p2p_collectives.data import batches, steps_of_epoch
-from p2p_collectives.ring_allreduce_results import fit, model_seconds
+from p2p_collectives.ring_allreduce_results import fit
 from p2p_collectives.train import DataPartitioner
 from tests.helpers import commands_in, run, running, script
 
@@ -81,11 +81,6 @@ def test_a_wrong_sum_is_not_timed(monkeypatch, capfd, tmp_path):
     fails(ring_allreduce.main, tmp_path, "--world_size", 2, "--sizes", 64)
     assert "ring_chunked has summed 64 B wrongly" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []  # no metrics.json
-
-
-def test_model_is_recovered():
-    points = [(6, 6 * n_bytes / 4, model_seconds(4, n_bytes, 1e-4, 2e9)) for n_bytes in (2**14, 2**20, 2**26)]
-    assert fit(points) == pytest.approx((1e-4, 2e9))
 
 
 def test_no_model_has_a_negative_cost():
