@@ -6,7 +6,6 @@ what lets a short run show every mistake:
 
 - actions that are not chosen in batches are drawn from numbers of each observer and step, and not
   of whoever asks first;
-
 - float64: in float32 rounding would look like a small mistake, and could change an action;
 - observer1's environments have a time limit, so that stretches end in all three ways: the pole
   falls, time runs out, the episode is over;

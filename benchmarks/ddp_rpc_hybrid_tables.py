@@ -71,7 +71,7 @@ def flags_of(way, gradient, rows, args):
 def run_worker(rank, world_size, args):
     """That of the program, which need not say how far it is."""
     program = importlib.import_module(args.program)
-    with mock.patch("ddp_rpc_hybrid.results.log_epoch"):
+    with mock.patch.object(report, "log"):
         return program.run_worker(rank, world_size, args)
 
 

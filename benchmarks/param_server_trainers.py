@@ -7,10 +7,8 @@ bound (async_server.py).
     python -m benchmarks.param_server_trainers --trainers 2 4 --epochs 2
 """
 
-from pathlib import Path
-
 from common import picture, report
-from common.cli import PlainParser, bounded, require_processes, require_writable_folder
+from common.cli import Parser, bounded, require_processes
 from common.data import add_data_flags
 from common.launcher import launch
 
@@ -96,19 +94,15 @@ def plot(runs, args):
 
 def build_parser():
     """What is trained."""
-    parser = PlainParser(__doc__)
-    parser.set_defaults(example="benchmark_param_server_trainers")
+    parser = Parser("benchmark_param_server_trainers", __doc__, distributed=False)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--trainers", type=bounded(int, at_least=1, at_most=64), nargs="+", default=[1, 2, 4],
         metavar="N", help="how many train")
     add("--epochs", type=count, default=6, metavar="N", help="of each training")
     default_of = lesson.build_parser().get_default
-    for name, kind in (("batch_size", int), ("lr", float), ("seed", int), ("timeout", float)):
+    for name, kind in (("batch_size", int), ("lr", float), ("timeout", float)):
         add(f"--{name}", type=kind, default=default_of(name), metavar="X", help="as in the lesson")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the server")
     add_data_flags(parser)
-    add("--output_dir", type=Path, default=Path("outputs", "benchmark_param_server_trainers"),
-        metavar="DIR", help="for metrics.json and the picture")
     return parser
 
 
@@ -118,7 +112,6 @@ def main(argv=None):
     args.trainers = sorted(set(args.trainers))
     args.world_size = max(args.trainers) + 1
     require_processes(f"--trainers {max(args.trainers)}", args.world_size)
-    require_writable_folder("--output_dir", args.output_dir)
     flags_of(args)  # refuses what cannot run
     metrics = report.save_metrics(args, {"epochs": args.epochs, "rows": measure(args)},
                                   backend="tensorpipe")

@@ -65,8 +65,9 @@ class History:
         losses, guessed, bags = zip(*self.steps, strict=True)
         self.epochs.append({"loss": sum(losses) / len(losses),
                             "accuracy": sum(guessed) / sum(bags)})
-        if self.show:
-            log_epoch(self.role, self.epochs)
+        if self.show and len(self.epochs) % 10 == 0:
+            line = "epoch {:3}  loss {loss:.3f}  accuracy {accuracy:.0%}"
+            report.log(self.role, line.format(len(self.epochs), **self.epochs[-1]))
         self.bar.update()
 
     def metrics(self) -> dict:
@@ -75,13 +76,6 @@ class History:
         steps = len(self.epochs) * BATCHES
         return {"epochs": self.epochs, "steps_per_s": steps / self.train_s,
                 "bytes_per_step": self.n_bytes / steps}
-
-
-def log_epoch(role: str, epochs: list[dict]) -> None:
-    """Print the line of the last epoch, of every tenth."""
-    if len(epochs) % 10 == 0:
-        line = "epoch {:3}  loss {loss:.3f}  accuracy {accuracy:.0%}"
-        report.log(role, line.format(len(epochs), **epochs[-1]))
 
 
 def of_trainer(history: History, model: nn.Module, criterion: nn.Module,
@@ -117,10 +111,15 @@ def table_gradient_bytes(model: nn.Module, criterion: nn.Module,
 
 def _gradient_bytes(emb_rref: rpc.RRef, context_id: int) -> int:
     """Return how large the gradient of the table is in a context, on the server."""
-    gradient = dist_autograd.get_gradients(context_id)[emb_rref.local_value().weight]
-    if gradient.is_sparse:
-        return gradient._values().nbytes + gradient._indices().nbytes
-    return gradient.nbytes
+    return bytes_here(dist_autograd.get_gradients(context_id)[emb_rref.local_value().weight])
+
+
+def bytes_here(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor on this rank: of a DTensor's part, of a sparse one's entries."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if tensor.is_sparse:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return tensor.nbytes
 
 
 def over_trainers(trainers: list[dict]) -> dict:

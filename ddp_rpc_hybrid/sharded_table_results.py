@@ -7,7 +7,7 @@ from common import report
 from torch import nn
 
 from ddp_rpc_hybrid import results as hybrid
-from ddp_rpc_hybrid.results import all_reduce_bytes
+from ddp_rpc_hybrid.results import all_reduce_bytes, bytes_here
 
 WORDS = {
     "en": {**hybrid.WORDS["en"],
@@ -59,14 +59,6 @@ def of_trainer(history: History, model: nn.Module) -> dict:
     [rows] = model.table.parameters()
     return {**metrics, "table_bytes": bytes_here(rows.detach()),
             "table_gradient_bytes": bytes_here(rows.grad)}
-
-
-def bytes_here(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor on this rank: of a DTensor's part, of a sparse one's entries."""
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if tensor.is_sparse:
-        return tensor._values().nbytes + tensor._indices().nbytes
-    return tensor.nbytes
 
 
 def over_trainers(trainers: list[dict]) -> dict:

@@ -278,6 +278,7 @@ def test_single_machine():
     for words in ("takes +9% time", "pipelined -31% speed", "size 5 with +80% ", "0.500 -> 0.250"):
         assert words in line
 
+
 HISTORY = [{"loss": 3.0, "accuracy": 0.25}, {"loss": 2.5, "accuracy": 0.5}, {"loss": 1.0, "accuracy": 0.75}]
 
 
