@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, fingerprints, flat, load_float64, verdict
-from common.recorder import Recorder, gathered
+from common.recorder import Recorder
 from common.session import device_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -87,7 +87,7 @@ def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict]]:
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the lesson, recorded; rank 0 returns the findings."""
     torch.set_default_dtype(torch.float64)
-    trainings, step, everyone, histories = {}, {}, [], {}  # step: the one that is being made
+    trainings, step, histories = {}, {}, {}  # step: the one that is being made
 
     def forward(module, inputs, output):
         if isinstance(module, DDP):
@@ -104,6 +104,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
         recorder.put(lesson, "load_data", load_float64)
         recorder.on_forward(after=forward)
         recorder.on_step(after=stepped)
+        everyone = recorder.gather_at_end(lambda: trainings)
 
         @recorder.around(nn.functional, "cross_entropy")
         def recorded_loss(cross_entropy, scores, labels, **options):
@@ -118,7 +119,6 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
                 trainings[training] = []
                 with_flags = Namespace(**{**vars(args), **flags})
                 histories[training] = train(rank, world_size, with_flags)
-            everyone.extend(gathered(trainings))
             return histories["whole"]
 
         metrics = lesson.run_worker(rank, world_size, args)

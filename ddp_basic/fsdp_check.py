@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, flat, verdict
-from common.recorder import Barriers, Recorder, copies, gathered
+from common.recorder import Barriers, Recorder, copies
 from torch import nn
 
 from ddp_basic import fsdp as lesson
@@ -125,13 +125,15 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
         The findings on rank 0, else None.
     """
     torch.set_default_dtype(torch.float64)
-    seen, everyone = Seen(), []
+    seen = Seen()
     with Recorder() as recorder:
         barriers = Barriers(recorder)
         recorder.put(lesson, "SAMPLES", args.samples)
         recorder.put(lesson, "LAYERS", LAYERS)
         recorder.on_forward(after=seen.forward)
         recorder.on_step(after=seen.stepped)
+        everyone = recorder.gather_at_end(
+            lambda: {"trainings": seen.trainings, "together": seen.together})
 
         def watched(way):
             def make(*place):
@@ -183,7 +185,6 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
                     shutil.copytree(path[0], path[0].with_name("torn"))
                 train("resumed", folder=path[0], resumed=True)
                 args.left = sorted(entry.name for entry in path[0].iterdir())
-            everyone[:] = gathered({"trainings": seen.trainings, "together": seen.together})
             return result
 
         metrics = lesson.run_worker(rank, world_size, args)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
-from common.recorder import Recorder, copies, gathered, named_gradients, named_weights
+from common.recorder import Recorder, copies, named_gradients, named_weights
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -150,10 +150,11 @@ def messages_of(rank: int, of_all: tuple[dict, ...], args: Namespace) -> dict[st
 def record(program: str, rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the program once for each of `trainings_of`, recorded; return the findings on rank 0."""
     torch.set_default_dtype(torch.float64)
-    seen, everyone = Seen(rank, world_size), []
+    seen = Seen(rank, world_size)
     with Recorder() as recorder:
         recorder.on_forward(seen.before_module, seen.after_module)
         recorder.on_step(after=seen.after_step)
+        everyone = recorder.gather_at_end(lambda: seen.trainings)
 
         @recorder.around(lesson, "train")
         def train_all(original, rank, world_size, args, *table_class):
@@ -163,7 +164,6 @@ def record(program: str, rank: int, world_size: int, args: Namespace) -> dict | 
                 torch.manual_seed(rank)  # nothing may depend on what was drawn before
                 with seen.messages:
                     metrics[training] = original(rank, world_size, flags, *table_class)
-            everyone.extend(gathered(seen.trainings))
             return metrics
 
         @recorder.around(lesson, "get_next_batch")

@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, verdict
-from common.recorder import Barriers, Recorder, gathered
+from common.recorder import Barriers, Recorder
 
 from p2p_collectives import shared_memory as lesson
 from p2p_collectives.messages import record_messages
@@ -66,12 +66,13 @@ def bytes_sent(collective: str, way: str, rank: int, world_size: int, per_machin
 
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the lesson, recorded, for each division into machines; return the findings on rank 0."""
-    calls, rows, everyone = [], {}, []
+    calls, rows = [], {}
     where, is_last, late = {}, rank == world_size - 1, [False]  # where: which run of `measure`
     with Recorder() as recorder:
         messages, barriers = record_messages(recorder), Barriers(recorder)
         recorder.put(lesson, "contribution", partial(numbers_of, seed=args.seed))
         recorder.put(lesson.results, "require_right", lambda *_: None)  # of other numbers
+        everyone = recorder.gather_at_end(lambda: [calls, messages.not_waited_for()])
 
         @recorder.around(lesson, "measure")
         def measure(original, rank, world_size, args):
@@ -81,7 +82,6 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
                                      "sizes": sizes})
                 where.update(per_machine=per_machine, uneven=uneven, largest=sizes[-1])
                 rows[per_machine, uneven] = original(rank, world_size, flags)
-            everyone.extend(gathered([calls, messages.not_waited_for()]))
             return []
 
         @recorder.around(lesson, "collectives")

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from common import checkpoint, report
 from common.launcher import launch
 from common.oracle import Comparison, by_rank, fingerprints, flat, load_float64, verdict
@@ -189,7 +188,7 @@ def parameters_of(optimizer: optim.Optimizer) -> list[nn.Parameter]:
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the program, recorded, and once more resumed; return the findings on rank 0."""
     torch.set_default_dtype(torch.float64)
-    seen, everyone = Seen(), [None] * world_size
+    seen = Seen()
     first_epoch = args.checkpoint.with_name("first_epoch.pt")
     resuming = Namespace(**{**vars(args), "resume": True, "checkpoint": first_epoch})
     with Recorder() as recorder:
@@ -197,6 +196,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
         recorder.put(tutorial.results, "time", SimpleNamespace(perf_counter=lambda: seen.seconds))
         recorder.on_forward(after=seen.forward)
         recorder.on_step(seen.will_step, seen.stepped)
+        everyone = recorder.gather_at_end(lambda: seen)
 
         @recorder.around(tutorial, "run")
         def run_all(original, rank, size, args, *how):
@@ -205,7 +205,6 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
                 seen.begin(training)
                 torch.manual_seed(rank)  # nothing may depend on what was drawn before
                 seen.reported[training] = metrics = original(rank, size, flags, *how)
-            dist.gather_object(seen, everyone if rank == 0 else None)
             return metrics
 
         @recorder.around(F, "nll_loss")
