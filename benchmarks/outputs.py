@@ -135,10 +135,12 @@ def main(argv=None):
     parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *COMMANDS, *REPLAYS])
     parser.add_argument("--replays", action="store_true", help="record the messages of short runs")
     args = parser.parse_args(argv)
-    for name in args.names or REPLAYS if args.replays else ():
-        record(name)
-        print(f"{name}: {replay_of(name).stat().st_size // 1000} kB", flush=True)
-    for name in () if args.replays else args.names or COMMANDS:
+    if args.replays:
+        for name in args.names or REPLAYS:
+            record(name)
+            print(f"{name}: {replay_of(name).stat().st_size // 1000} kB", flush=True)
+        return
+    for name in args.names or COMMANDS:
         python = [sys.executable if word == "python" else word
                   for word in shlex.split(COMMANDS[name])]
         done = subprocess.run(python, cwd=ROOT, text=True, stdout=subprocess.PIPE,

@@ -118,13 +118,6 @@ def evaluate(model: nn.Module, test_set: TensorDataset, rank: int, world_size: i
     return correct.item() / len(test_set)
 
 
-def save(model: nn.Module, optimizer: optim.Optimizer, history: list[dict],
-         args: argparse.Namespace) -> None:
-    """Save on rank 0; the others go on: they need the file only if they are started anew."""
-    checkpoint.save(args, {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                           "history": history})
-
-
 def resume(model: nn.Module, optimizer: optim.Optimizer, rank: int,
            args: argparse.Namespace) -> list[dict]:
     """Go on from the checkpoint, if there is one; return the history so far."""
@@ -166,9 +159,10 @@ def train(rank: int, world_size: int, args: argparse.Namespace) -> list[dict]:
         dist.all_reduce(loss)  # of equal shares: the mean of the means is the mean
         accuracy = evaluate(model, test_set, rank, world_size)
         history.append({"epoch": epoch, "loss": loss.item() / world_size, "accuracy": accuracy})
-        if rank == 0:
+        if rank == 0:  # the others need the file only if they are started anew
             if args.checkpoint is not None:
-                save(model, optimizer, history, args)
+                checkpoint.save(args, {"model": model.state_dict(), "history": history,
+                                       "optimizer": optimizer.state_dict()})
             text = "epoch {epoch}  loss {loss:.3f}  test accuracy {accuracy:.1%}"
             report.log("rank0", text.format(**history[-1]))
     return history
@@ -202,20 +196,15 @@ def build_parser() -> Parser:
     return parser
 
 
-def inspect_checkpoint(args: argparse.Namespace) -> None:
-    """Refuse, before any process starts, a checkpoint from which this training cannot go on."""
-    args.resume = args.checkpoint is not None and args.checkpoint.exists()
-    checkpoint.inspect(args, make_model=lambda: build_model(args.seed))
-
-
 def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     if args.global_batch_size % args.world_size:
         refuse(f"{given(args, 'global_batch_size')} must be a multiple of "
                f"{given(args, 'world_size')}")
-    if not args.check:
-        inspect_checkpoint(args)
+    if not args.check:  # which has a checkpoint of its own
+        args.resume = args.checkpoint is not None and args.checkpoint.exists()
+        checkpoint.inspect(args, make_model=lambda: build_model(args.seed))
     fetch_data(args)
     return run_program(run_worker, args, role_name, finish)
 
