@@ -38,16 +38,16 @@ FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(?<=-->\n\n)(\[`.*`\]\(.*\))$(?=\n\n\Z)", re.MULTILINE)
 # The sentence that leads to a replay, and what shows that below it.
 REPLAY = re.compile(r"<!-- replay (\w+) -->\n.*?\]\((\S+?\.json)\).*?\n<!-- end -->", re.DOTALL)
-FRAME = ('\n\n<iframe class="replay" name="{}" loading="lazy" title="replay: {}" src="{}">'
+FRAME = ('\n\n<iframe class="replay" name="{}" loading="lazy" title="{}: {}" src="{}">'
          "</iframe>\n")
 WIDE = "[\u3001-\u30ff\u4e00-\u9fff\uff01-\uff5e]"  # a Japanese character
 # Where a line is broken beside one, a space would show. What begins an item or a table stays.
 BROKEN = re.compile(rf"(?<={WIDE})\n *(?![\s*|#<>{{-]|\d+\.)|(?<=[^\s|>])\n *(?={WIDE})")
 LARGEST = 200_000  # bytes of a file that is shown with its lines
 WORDS = {"ja": {"name": "PyTorch分散学習チュートリアル", "guide": "解説", "lessons": "レッスン",
-                "more": "資料", "measured": "測定の記録"},
+                "more": "資料", "measured": "測定の記録", "replay": "再生"},
          "en": {"name": "Distributed PyTorch tutorials", "guide": "Guide", "lessons": "Lessons",
-                "more": "More", "measured": "Measurements"}}
+                "more": "More", "measured": "Measurements", "replay": "replay"}}
 
 
 def pages(language):
@@ -130,7 +130,8 @@ class Site:
         """A text of a page without its markers, and with links that hold in the site."""
         text = CODE.sub(r"\1\n{: .file }", text)
         text = REPLAY.sub(lambda match: match[0] + FRAME.format(
-            self.language, match[1], self.target(match[2], source, place)), text)
+            self.language, WORDS[self.language]["replay"], match[1],
+            self.target(match[2], source, place)), text)
         text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
         if self.language == "ja":
             text = BROKEN.sub("", text)

@@ -25,10 +25,10 @@ MESSAGES = 1000  # the row of the first one in the trace; the spans are above
 MOST_ARROWS = 80  # in a picture: more could not be told apart
 IDLE, INK = "0.9", "0.25"  # the greys of nothing, and of a message
 WORDS = {
-    "en": {"x": "time ({unit})", "y": "", "idle": "idle: none of these, mostly waiting",
-           "idle_share": "idle %.0f%%", "message": "message", "kinds": "en"},
-    "ja": {"x": "時間（{unit}）", "y": "", "idle": "どれでもない時間（多くは待機）",
-           "idle_share": "待機 %.0f%%", "message": "メッセージ", "kinds": "ja"},
+    "en": {"x": "time ({unit})", "y": "", "idle": "not recorded: waiting, or other work",
+           "share": "computes %.0f%%", "message": "message", "kinds": "en"},
+    "ja": {"x": "時間（{unit}）", "y": "", "idle": "記録していない時間（待機か、ほかの処理）",
+           "share": "計算 %.0f%%", "message": "メッセージ", "kinds": "ja"},
 }
 
 
@@ -192,8 +192,8 @@ def _draw(spans_by_role: dict[str, list[dict]], arrows: list[dict], title: str,
                                   arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 0.8,
                                               "mutation_scale": 8, "shrinkA": 0, "shrinkB": 0})
             for role, of_role in spans_by_role.items():
-                idle = idle_share(of_role, window)
-                ticks[y + 0.5] = f"{role}\n{texts['idle_share'] % (100 * idle)}"
+                computes = 100 * (1 - idle_share(of_role, window))
+                ticks[y + 0.5] = f"{role}\n{texts['share'] % computes}"
                 axes.barh(y + 0.5, window[1] - window[0], height=wide, color=IDLE)
                 _draw_lane(axes, y, wide, within(of_role, window), window[0], longest)
                 y += 1
