@@ -26,6 +26,7 @@ OUT = ROOT / "outputs/site"
 SCRIPTS = (("mermaid@11.17.2", "dist/mermaid.min.js", "mermaid.js"),
            ("iframe-worker@1.0.4", "shim/index.js", "iframe-worker.js"))
 SHIM = re.compile(r'https://[^"]*/iframe-worker/shim')  # from where a page would load it
+SWITCH = re.compile(r"https://(ja|en)\.invalid/")  # of zensical.toml: to a page's other language
 # In front of each line of code; a screen reader would read them all. Programs' pages have numbers.
 EMPTY_LINK = re.compile(r'<a id="__codelineno-\d+-\d+" name="[^"]*" href="[^"]*"></a>')
 LESSONS = ("p2p_collectives", "ddp_basic", "model_parallel_resnet", "rpc_rl", "rpc_rnn",
@@ -189,11 +190,19 @@ def fetch_scripts(folder):
 
 
 def mend(folder):
-    """Let the pages of a site load the worker of the search from there; take out empty links."""
+    """Let the pages of a site lead to those of the other one, and load the search from there.
+
+    Empty links are taken out.
+    """
+    def same_page(match):
+        there = OUT / match[1] / page.relative_to(folder)
+        there = there if there.exists() else OUT / match[1] / "index.html"
+        return os.path.relpath(there, page.parent)
+
     for page in folder.rglob("*.html"):
         up = os.path.relpath(folder, page.parent)
         text = SHIM.sub(f"{up}/scripts/iframe-worker.js", page.read_text())
-        page.write_text(EMPTY_LINK.sub("", text))
+        page.write_text(EMPTY_LINK.sub("", SWITCH.sub(same_page, text)))
 
 
 def main():
@@ -211,7 +220,8 @@ def main():
             zensical = Path(sys.executable).parent / "zensical"
             subprocess.run([zensical, "build", "--clean"], cwd=folder, check=True)
             shutil.copytree(folder / "site", OUT / language)
-            mend(OUT / language)
+    for language in WORDS:
+        mend(OUT / language)
     (OUT / "index.html").write_text('<!doctype html><meta charset="utf-8"><title>'
                                     f'{WORDS["ja"]["name"]}</title><meta http-equiv="refresh" '
                                     'content="0; url=ja/index.html"><a href="ja/index.html">'
