@@ -68,6 +68,15 @@ def test_lines_of_code_stay_lines(site):
     assert lost == []
 
 
+@pytest.mark.parametrize(("language", "other"), [("ja", "en"), ("en", "ja")])
+def test_the_other_language_of_a_page(language, other, site):
+    pages = [path for path in (site / language).rglob("*.html") if path.relative_to(site).parts[1] != "files"]
+    for path in pages:
+        there = re.search(rf'href="([^"]+)" hreflang="{other}" class="md-select__link"', path.read_text())[1]
+        same = site / other / path.relative_to(site / language)
+        assert (path.parent / there).resolve() == (same if same.exists() else site / other / "index.html").resolve(), path
+
+
 def test_pages_are_small(site):
     large = {str(path.relative_to(site)): path.stat().st_size for path in site.rglob("*.html")
              if path.stat().st_size > 2**20}
@@ -93,6 +102,21 @@ def test_in_a_browser(width, site, browser):
             text, code = (shown.locator(f".md-content__inner > {what}").first.bounding_box() for what in ("p", ".highlight"))
             assert (code["x"] > text["x"] + text["width"]) == (width == 1800), page
         shown.close()
+
+
+def test_no_page_scrolls_sideways(site, browser):
+    """On a phone: all pages, but one of a program stands for all, and the English replays for the Japanese."""
+    wide = {}
+    for scripts in (False, True):  # a replay needs them; the others are read faster without
+        page = browser.new_page(viewport={"width": 400, "height": 900}, java_script_enabled=scripts)
+        for path in sorted(site.glob("en/files/**/*.html" if scripts else "??/**/*.html")):
+            place = path.relative_to(site)
+            if scripts or place.parts[1] not in ("files", "source") or str(place) in SHOWN:
+                page.goto(f"file://{path}")
+                width = page.evaluate("document.documentElement.scrollWidth")
+                wide |= {str(place): width} if width > 400 else {}
+        page.close()
+    assert wide == {}
 
 
 @pytest.fixture(scope="module")
