@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +27,10 @@ MOST_ARROWS = 80  # in a picture: more could not be told apart
 IDLE, INK = "0.9", "0.25"  # the greys of nothing, and of a message
 WORDS = {
     "en": {"x": "time ({unit})", "y": "", "idle": "not recorded: waiting, or other work",
-           "share": "computes %.0f%%", "message": "message", "kinds": "en"},
+           "share": "computes %.0f%%", "message": "message", "ranks": r", \1 ranks",
+           "kinds": "en"},
     "ja": {"x": "時間（{unit}）", "y": "", "idle": "記録していない時間（待機か、ほかの処理）",
-           "share": "計算 %.0f%%", "message": "メッセージ", "kinds": "ja"},
+           "share": "計算 %.0f%%", "message": "メッセージ", "ranks": r"、\1ランク", "kinds": "ja"},
 }
 
 
@@ -175,7 +177,8 @@ def _draw(spans_by_role: dict[str, list[dict]], arrows: list[dict], title: str,
     """Draw a lane for each process, arrows between them, and the windows below each other."""
     longest = max(end - start for start, end in windows.values())
     unit, scale = ("s", 1) if longest >= 1 else ("ms", 1000)
-    words = {language: {**WORDS[language], "title": title} for language in WORDS}
+    words = {language: {**texts, "title": re.sub(r", (\d+) ranks$", texts["ranks"], title)}
+             for language, texts in WORDS.items()}
     lanes, wide = len(windows) * len(spans_by_role), 0.64 if arrows else 0.9
     for axes, texts in picture.in_each_language(path, words, [machine], unit=unit,
                                                 height=max(3.5, 1.9 + 0.5 * lanes / wide)):
