@@ -27,6 +27,7 @@ SCRIPTS = (("mermaid@11.17.2", "dist/mermaid.min.js", "mermaid.js"),
            ("iframe-worker@1.0.4", "shim/index.js", "iframe-worker.js"))
 SHIM = re.compile(r'https://[^"]*/iframe-worker/shim')  # from where a page would load it
 SWITCH = re.compile(r"https://(ja|en)\.invalid/")  # of zensical.toml: to a page's other language
+ALTERNATE = re.compile(r'<link rel="alternate"[^>]*>')  # its sitemap would be asked for
 # In front of each line of code; a screen reader would read them all. Programs' pages have numbers.
 EMPTY_LINK = re.compile(r'<a id="__codelineno-\d+-\d+" name="[^"]*" href="[^"]*"></a>')
 LESSONS = ("p2p_collectives", "ddp_basic", "model_parallel_resnet", "rpc_rl", "rpc_rnn",
@@ -192,7 +193,7 @@ def fetch_scripts(folder):
 def mend(folder):
     """Let the pages of a site lead to those of the other one, and load the search from there.
 
-    Empty links are taken out.
+    Empty links are taken out, and those that only a server could follow.
     """
     def same_page(match):
         there = OUT / match[1] / page.relative_to(folder)
@@ -202,7 +203,8 @@ def mend(folder):
     for page in folder.rglob("*.html"):
         up = os.path.relpath(folder, page.parent)
         text = SHIM.sub(f"{up}/scripts/iframe-worker.js", page.read_text())
-        page.write_text(EMPTY_LINK.sub("", SWITCH.sub(same_page, text)))
+        text = ALTERNATE.sub("", EMPTY_LINK.sub("", text))
+        page.write_text(SWITCH.sub(same_page, text))
 
 
 def main():
