@@ -83,8 +83,6 @@ REPLAYS = {  # program and flags of runs that are short enough to be followed me
                           "--blocks 1",
     "transformer_zero": "transformer_parallel/zero.py --ways zero3 --steps 2 --blocks 2",
 }
-# Runs of which the picture is kept, too.
-WITH_TIMELINE = ("transformer_pipeline", "transformer_recompute")
 FIRST, LAST = 3, 12  # lines of a longer output that are kept
 
 
@@ -123,10 +121,9 @@ def record(name):
         assert done.returncode == name.startswith("deadlock"), (name, done.stderr.decode())
         replay_of(name).parent.mkdir(exist_ok=True)
         replay_of(name).write_text(replay.data_of(Path(folder, "replay.html").read_text()) + "\n")
-        for picture in Path(folder).glob("timeline*.png") if name in WITH_TIMELINE else ():
-            kept = ROOT / "docs/results" / name / picture.name
-            kept.parent.mkdir(exist_ok=True)
-            kept.write_bytes(picture.read_bytes())
+        for picture in Path(folder).glob("timeline*.png"):
+            kept = picture.name.replace("timeline", name)
+            replay_of(name).with_name(kept).write_bytes(picture.read_bytes())
 
 
 def main(argv=None):
