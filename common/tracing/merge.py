@@ -98,9 +98,8 @@ def _as_one(bars: list[dict], run: dict) -> list[dict]:
         return bars
     first, *others = inside
     first |= {"start": run["start"], "end": run["end"]}
-    function = first["where"][0][2].split(".")[-1] if first["where"] else "forward"
-    if function != "forward":  # then it says more than the module
-        first["labels"] = {"name": function}
+    if first["where"] and not first["where"][0][2].endswith("forward"):
+        first["labels"] = {"name": run["name"].split(".")[-1]}  # it says more than the module
     return [bar for bar in bars if bar not in others]
 
 
