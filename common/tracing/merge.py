@@ -45,12 +45,14 @@ def merged(folder: Path) -> dict | None:
         if record is None:
             record = {"title": title, "machine": machine, "lanes": roles, "ops": [], "arrows": [],
                       "spans": {role: [] for role in roles}}
-        threads, spans, bars = {main: 0}, record["spans"][roles[rank]], []
+        threads, own, bars = {main: 0}, set(), []
         for what, *event in events:
-            if what == "span":
-                spans.append(event[0])
-            elif what == "bar":
-                bars.append(event)
+            if what in ("span", "bar"):
+                span = event[1]
+                span["thread"] = threads.setdefault(span["thread"], len(threads))
+                if what == "span":
+                    own.add(span["kind"])
+                bars.append((what, *event))
             elif what == "begin":
                 number, start, kind, thread, where, about = event
                 threads.setdefault(thread, len(threads))
@@ -58,16 +60,16 @@ def merged(folder: Path) -> dict | None:
                                        "thread": threads[thread], "where": where, **about}
             elif what == "end" and (rank, event[0]) in found:
                 found[rank, event[0]] |= {"end": event[1], **event[2]}
-        of_runs, own = defaultdict(list), {span["kind"] for span in spans}
-        for run, bar in bars:
-            if bar["kind"] not in own:  # those of the lesson itself have its place
-                of_runs[run].append(bar)
+        of_runs, spans = defaultdict(list), record["spans"][roles[rank]]
+        for what, number, span in bars:
+            if not span["where"]:
+                asked.append((span, found.get((rank, number), {}).get("call")))
+            if what == "span":
+                spans.append(span)
+            elif span["kind"] not in own:  # what the lesson records itself has its place
+                of_runs[number].append(span)
         for number, of_run in of_runs.items():
-            run = found.get((rank, number), {})
-            spans += _as_one(of_run, run)
-            asked += [(bar, run.get("call")) for bar in of_run if not bar["where"]]
-        for span in spans:
-            span["thread"] = threads.setdefault(span["thread"], len(threads))
+            spans += _as_one(of_run, found.get((rank, number), {}))
         spans.sort(key=lambda span: span["end"])
     if not found:
         return None

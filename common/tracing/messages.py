@@ -135,7 +135,7 @@ def start(folder: Path, rank: int, roles: list[str], title: str, machine: dict) 
     folder.mkdir(parents=True, exist_ok=True)
     _recorder = Recorder(folder / f"rank-{rank}", rank, roles, title, machine,
                          threading.main_thread().ident)
-    timeline.start(roles[rank], lambda span: _recorder.write(("span", span)))
+    timeline.start(roles[rank], lambda span: write("span", here.run, span))
     _record_groups(len(roles))
     _record_calls(rank)
     _record_autograd()
