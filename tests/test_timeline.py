@@ -116,9 +116,10 @@ def test_a_wait_in_a_bar():
 
 
 def test_what_is_shown_first():
-    """The last steps of the role that is through first; of long ones, the last bars."""
-    few = {"ps": spans(*((i, i + 1) for i in range(9)), kind="step"), "trainer": spans((0, 20), kind="step")}
-    assert record.shown_first(few) == {"": (6, 9)}
+    """The last steps of the role that is through first, which the others complete; of long ones, the last bars."""
+    few = {"rank0": spans(*((i, i + 1) for i in range(9)), kind="step"), "master": [],
+           "rank1": spans(*((i, i + 1.5) for i in range(12)), kind="step")}
+    assert record.shown_first(few) == {"": (6.5, 9.5)}
     many = {"agent": spans((50, 51), (100, 101), kind="step"), "observer1": spans(*((i, i + 1) for i in range(100)))}
     assert record.shown_first(many) == {"": (100 - record.BARS_SHOWN, 101)}
     assert record.shown_first({"agent": spans((0, 1), kind="step")}) is record.shown_first({"agent": []}) is None

@@ -163,13 +163,18 @@ def shown_first(spans_by_role: dict[str, list[dict]],
     steps = min(filter(None, of_roles), key=lambda steps: steps[-1]["end"], default=[])
     ends = [span["end"] for span in steps if (span["where"], span["labels"])
             == (steps[-1]["where"], steps[-1]["labels"])][-STEPS_SHOWN - 1 :]
+
+    def until(time):  # all roles have made the step in which they are then
+        return max(min((span["end"] for span in of_role if span["end"] >= time), default=time)
+                   for of_role in of_roles)
+
     if not ends:
         return None
-    start = ends[0] if len(ends) > 1 else 0
+    start, end = until(ends[0]) if len(ends) > 1 else 0, until(ends[-1])
     for spans in spans_by_role.values():
-        starts = sorted(span["start"] for span in spans if start <= span["start"] < ends[-1])
+        starts = sorted(span["start"] for span in spans if start <= span["start"] < end)
         start = starts[-BARS_SHOWN] if len(starts) > BARS_SHOWN else start
-    return {"": (start, ends[-1])} if start else None
+    return {"": (start, end)} if 0 < start < end else None
 
 
 def main(argv: list[str] | None = None) -> dict | None:
