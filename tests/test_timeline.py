@@ -79,7 +79,10 @@ def test_the_colours():
                   ["forward", "backward", "loss", "step", "send"],
                   ["forward", "backward", "all_reduce", "step"],
                   ["forward", "loss", "backward with all_reduce", "step", "remote call"],
-                  ["send", "recv", "all_reduce", "collective"]):
+                  ["send", "recv", "all_reduce", "collective"],
+                  ["forward", "backward", "step", "all_gather", "reduce_scatter", "all_reduce"],
+                  ["forward", "backward", "step", "all_to_all_single", "all_reduce"],
+                  ["all_gather", "reduce_scatter", "all_reduce", "collective"]):
         assert len({timeline.KINDS[kind].colour for kind in kinds}) == len(kinds)
 
 
@@ -96,6 +99,19 @@ def test_picture_and_trace(tmp_path):
     assert found == [("worker1", "forward", 0, 2e6, 0), ("worker1", "forward", 1e6, 2e6, 1),
                      ("worker1", "forward", 4e6, 1e6, 0), ("worker2", "backward", 2e6, 2e6, 0)]
     page.save(recorded, tmp_path, {"first": (0, 2), "second": (3, 5)})
+
+
+def test_arrows_in_the_picture():
+    """Messages between lanes that leave in the window: not those of collectives, nor too many."""
+    def arrow(left, came=5, target=1, op=0):
+        return {"source": 0, "target": target, "left": left, "came": came, "op": op}
+
+    shown = [arrow(2), arrow(3)]
+    recorded = {"ops": [{"kind": "send"}, {"kind": "collective"}],
+                "arrows": [*shown, arrow(1), arrow(4), arrow(2, came=None), arrow(2, target=0), arrow(2, op=1)]}
+    assert page._arrows_in(recorded, [(2, 4)]) == shown
+    recorded["arrows"] += [arrow(2)] * page.MOST_ARROWS
+    assert page._arrows_in(recorded, [(2, 4)]) == []
 
 
 def test_a_wait_in_a_bar():

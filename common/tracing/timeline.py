@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
 
 # The colours are those of Okabe and Ito, https://jfly.uni-koeln.de/color/, which colour-blind
-# readers distinguish; two kinds share one only where no lesson has both.
+# readers distinguish; two kinds share one only where no picture of a lesson has both.
 KINDS = {
     "forward": Kind("#0072B2", "フォワードパス"),
     "backward": Kind("#D55E00", "バックワードパス"),
@@ -56,9 +56,9 @@ KINDS = {
     "send": Kind("#56B4E9", "送信", striped=True, waits=True),
     "recv": Kind("#F0E442", "受信とその待ち", striped=True, waits=True),
     "all_reduce": Kind("#CC79A7", "全ランクのテンソルの合計とその待ち", striped=True, waits=True),
-    "all_gather": Kind("#E69F00", "全ランクの部分の収集とその待ち", striped=True, waits=True),
+    "all_gather": Kind("#F0E442", "全ランクの部分の収集とその待ち", striped=True, waits=True),
     "reduce_scatter": Kind("#56B4E9", "合計の分配とその待ち", striped=True, waits=True),
-    "all_to_all_single": Kind("#F0E442", "全ランク間の交換とその待ち", striped=True, waits=True),
+    "all_to_all_single": Kind("#E69F00", "全ランク間の交換とその待ち", striped=True, waits=True),
     "collective": Kind("#E69F00", "集合通信とその待ち", striped=True, waits=True),
     "remote call": Kind("#999999", "ほかのプロセスの応答を待つ", striped=True, waits=True),
 }
