@@ -30,6 +30,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from common import report
@@ -117,7 +118,7 @@ def command(place: Path, program: Program, seed: int = 0) -> list[str]:
 
 def ranks_of(runs: list, way: str) -> list[int]:
     """Return the process ids of the ranks that have started."""
-    with contextlib.suppress(OSError):  # some process has just ended
+    with contextlib.suppress(OSError, psutil.Error):  # some process has just ended
         if way == "torchrun":  # each has a process that watches it
             return [pid for pid in helpers.children(runs[0].pid) if helpers.children(pid)]
         return [pid for run in runs for pid in helpers.workers(run)]

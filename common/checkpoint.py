@@ -3,7 +3,7 @@
 import io
 import math
 from argparse import Namespace
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from glob import escape
 from typing import NoReturn
 
@@ -13,7 +13,9 @@ from common.limits import given, reason_of, refuse, shortened
 from common.report import replacing
 from torch import nn
 
-COUNTERS = ("epochs", "episodes", "env_steps")  # how much is behind a training
+# What a program needs of its state: of each part a type, `{name: what that part needs}`, or `[what
+# each of them needs]`; an int counts something. This is the state of an optimizer:
+OPTIMIZER = {"state": dict, "param_groups": list}
 
 
 class NotSavedError(Exception):
@@ -42,33 +44,34 @@ def remove_leftovers(args: Namespace) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def load(args: Namespace, needs: Collection[str] = ()) -> dict:
+def load(args: Namespace, needs: dict | None = None) -> dict:
     """Return the state in `args.checkpoint`, as `save` was given it, on the CPU.
 
     Raises:
         SystemExit: 2 after one line, if the file is missing, truncated or not a checkpoint of this
-            example, if something is not in it that the example `needs`, or if a number in it is
-            infinite or not a number.
+            example, if what the example `needs` (see above) is not in it, or is something else, or
+            if a number in it is infinite or not a number.
     """
     try:
-        state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        whole = io.BytesIO(args.checkpoint.read_bytes())
     except FileNotFoundError:
         reject(args, "must be an existing file with --resume")
     except OSError as error:
         reject(args, f"must be a file that can be read ({reason_of(error)})")
-    except Exception:  # whatever torch.load makes of bytes that it did not write
+    try:
+        state = torch.load(whole, map_location="cpu", weights_only=True)
+    except Exception:  # whatever torch.load makes of bytes that it did not write, an OSError, too
         state = None
-    ours = isinstance(state, dict) and state.get("example") == args.example
-    if (not ours or not state.keys() >= {*needs} or not _counts(state)
-            or not _plain(state.get("settings", {}))):
+    if (not _fits(state, {"example": str, "settings": dict, **(needs or {})})
+            or state["example"] != args.example or not _plain(state["settings"])):
         reject(args, f"is not a whole checkpoint of {args.example}; give another file")
     if not _finite(state):
         reject(args, "has numbers that are not finite; give another file")
     return state
 
 
-def inspect(args: Namespace, needs: Collection[str] = (),
-            make_model: Callable[[], nn.Module] | None = None) -> dict | None:
+def inspect(args: Namespace, needs: dict,
+            make_model: Callable[[], nn.Module], weights: str = "model") -> dict | None:
     """Return the state to resume from, or None, before any process starts.
 
     A file that is not a checkpoint is refused, and so never lost; and so are other flags than its
@@ -76,17 +79,19 @@ def inspect(args: Namespace, needs: Collection[str] = (),
 
     Args:
         args: the parsed flags.
-        needs: what must be in the state.
-        make_model: makes the one whose weights are under "model" in the state; those of another
-            model are refused.
+        needs: what must be in the state (see `OPTIMIZER`), beside the weights.
+        make_model: makes the one whose weights are in the state; those of another model are
+            refused.
+        weights: their name in the state.
     """
     if args.checkpoint is None or not starts_rank(args, args.checkpoint_rank):
         return None
+    needs = {weights: dict, **needs}
     state = load(args, needs) if args.resume or args.checkpoint.exists() else None
-    if state and make_model and _shapes(state.get("model")) != _shapes(make_model().state_dict()):
+    if state and _shapes(state[weights]) != _shapes(make_model().state_dict()):
         reject(args, "is of another model; give the flags of that one, or another file")
     if state and args.resume:
-        require_settings(args, state.get("settings", {}), given(args, "checkpoint"))
+        require_settings(args, state["settings"], given(args, "checkpoint"))
     return state if args.resume else None
 
 
@@ -102,20 +107,22 @@ def reject(args: Namespace, why: str) -> NoReturn:
     refuse(f"--checkpoint {shortened(args.checkpoint)} {why}", args.checkpoint_rank)
 
 
-def _counts(state: dict) -> bool:
-    """Return whether the counters are what they can be: whole numbers, or a list of what was."""
-    history = state.get("history", [])
-    kept = {**state, **history} if isinstance(history, dict) else state
-    counters = [kept[name] for name in COUNTERS if name in kept]
-    return isinstance(history, (list, dict)) and all(
-        isinstance(counter, list) or (type(counter) is int and counter >= 0)
-        for counter in counters)
+def _fits(value: object, needs: object) -> bool:
+    """Return whether a part of a state has what a program needs of it (see `OPTIMIZER`)."""
+    if isinstance(needs, dict):
+        return isinstance(value, dict) and all(
+            name in value and _fits(value[name], part) for name, part in needs.items())
+    if isinstance(needs, list):
+        return isinstance(value, list) and all(_fits(part, needs[0]) for part in value)
+    if needs is int:
+        return type(value) is int and value >= 0  # True is an int, too
+    return isinstance(value, needs)
 
 
-def _plain(settings: object) -> bool:
+def _plain(settings: dict) -> bool:
     """Return whether these can be the values of flags."""
-    return isinstance(settings, dict) and all(
-        value is None or isinstance(value, (bool, int, float, str)) for value in settings.values())
+    return all(value is None or isinstance(value, (bool, int, float, str))
+               for value in settings.values())
 
 
 def _finite(value: object) -> bool:
@@ -129,7 +136,5 @@ def _finite(value: object) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _shapes(weights: object) -> dict | None:
-    if not isinstance(weights, dict):
-        return None
+def _shapes(weights: dict) -> dict:
     return {name: getattr(tensor, "shape", None) for name, tensor in weights.items()}

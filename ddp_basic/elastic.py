@@ -204,7 +204,8 @@ def main(argv: list[str] | None = None) -> dict | None:
                f"{given(args, 'world_size')}")
     if not args.check:  # which has a checkpoint of its own
         args.resume = args.checkpoint is not None and args.checkpoint.exists()
-        checkpoint.inspect(args, make_model=lambda: build_model(args.seed))
+        checkpoint.inspect(args, make_model=lambda: build_model(args.seed), needs={
+            "optimizer": checkpoint.OPTIMIZER, "history": [{"loss": float, "accuracy": float}]})
     fetch_data(args)
     return run_program(run_worker, args, role_name, finish)
 

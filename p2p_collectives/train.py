@@ -236,7 +236,9 @@ def require_inputs(args: Namespace) -> None:
     fetch_data(args)
     if starts_rank(args, 0) and args.world_size > (n_samples := len(load_data(args)[0])):
         refuse(f"{given(args, 'world_size')} must be at most {n_samples}: each needs a sample")
-    state = checkpoint.inspect(args, needs=("epochs",), make_model=Net)
+    state = checkpoint.inspect(args, make_model=Net, needs={
+        "optimizer": checkpoint.OPTIMIZER,
+        "epochs": [{"loss": float, "loss_per_rank": list, "accuracy": float}]})
     if state and len(state["epochs"]) > args.epochs:
         refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint "
                "has so many behind it")

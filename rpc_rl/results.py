@@ -20,6 +20,11 @@ WORDS = {
 }
 
 
+# What a history keeps, and a checkpoint has of it.
+KEPT = {"episodes": int, "env_steps": int, "running_reward": float, "rewards": list,
+        "running_rewards": list}
+
+
 class Learner(Protocol):
     """Has what a history records: an agent."""
 
@@ -37,8 +42,7 @@ class History:
 
     def __init__(self, agent: Learner, args: argparse.Namespace) -> None:
         self.agent, self.args = agent, args
-        self.resume({"episodes": 0, "env_steps": 0, "running_reward": 0.0, "rewards": [],
-                     "running_rewards": []})
+        self.resume({name: kind() for name, kind in KEPT.items()})  # 0, 0, 0.0, [], []
 
     def resume(self, kept: dict) -> None:
         """Go on from what another run has `kept`."""

@@ -24,6 +24,7 @@ from ddp_basic import elastic
 from p2p_collectives import train as p2p_train
 from param_server import data as param_server_data
 from param_server import main as param_server
+from rpc_rl import main as rpc_rl
 from rpc_rnn import data as rpc_rnn_data
 from rpc_rnn.data import load_language
 from rpc_rnn.saving import LocalRNNModel
@@ -530,24 +531,43 @@ def test_open_files_limit_the_processes(stubbed, monkeypatch):
 
 def rnn_state():
     weights = LocalRNNModel(ntoken=10, ninp=32, nhid=64, nlayers=1).state_dict()
-    return {"model": weights, "vocabulary": None, "epochs": []}
+    return {"model": weights, "optimizers": [b"state", b"state"], "epochs": [{"loss": 2.0, "val_loss": 2.1}], "initial_val_loss": 2.3,
+            "vocabulary": None}
 
 
-CHECKPOINTS = {
-    "rpc_rl.fast": lambda: {"generators": {1: 0, 2: 0}},
-    "rpc_rnn.main": rnn_state,
-    "rpc_rnn.prefetch": rnn_state,
-    "rpc_rnn.several_trainers": rnn_state,
-    "param_server.main": lambda: {"model": param_server.Net().state_dict(), "epochs": 1, "random_numbers": torch.get_rng_state()},
-    **{f"p2p_collectives.{name}": lambda: {"model": p2p_train.Net().state_dict(), "epochs": []}
+def rl_state():
+    policy, kept = rpc_rl.Policy(), {"episodes": 1, "env_steps": 30, "running_reward": 0.8, "rewards": [15.0], "running_rewards": [0.8]}
+    return {"policy": policy.state_dict(), "optimizer": torch.optim.Adam(policy.parameters()).state_dict(),
+            "generators": {1: torch.get_rng_state(), 2: torch.get_rng_state()}, "history": kept}
+
+
+def server_state():
+    return {"model": param_server.Net().state_dict(), "epochs": 1, "random_numbers": torch.get_rng_state()}
+
+
+def sgd_state(model, epochs, row):
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), epochs: [row]}
+
+
+CHECKPOINTS = {  # what each program that saves its training saves of it
+    "rpc_rl.fast": rl_state,
+    **{f"rpc_rnn.{name}": rnn_state for name in ("main", "prefetch", "several_trainers")},
+    "benchmarks.rpc_rnn": rnn_state,
+    **{f"param_server.{name}": server_state for name in ("main", "async_server", "bounded_server")},
+    **{f"p2p_collectives.{name}": lambda: sgd_state(p2p_train.Net(), "epochs", {"loss": 2.3, "loss_per_rank": [2.2, 2.4], "accuracy": 0.5})
        for name in ("train", "train_flat", "train_ddp")},
-    "ddp_basic.elastic": lambda: {"model": elastic.build_model(0).state_dict()},
+    "ddp_basic.elastic": lambda: sgd_state(elastic.build_model(0), "history", {"epoch": 1, "loss": 2.3, "accuracy": 0.5}),
 }
+
+
+def test_every_checkpoint_is_tried():
+    assert CHECKPOINTS.keys() == {*with_flag("--checkpoint")}
 
 
 def save_and_resume(name, path, state):
     """Write a checkpoint; the flags with which the program goes on from it."""
-    torch.save({"example": parser_of(name).get_default("example"), **state}, path)
+    torch.save({"example": parser_of(name).get_default("example"), "settings": {}, **state}, path)
     return ["--checkpoint", path, *(["--resume"] if name in with_flag("--resume") else [])]
 
 
@@ -592,10 +612,12 @@ NOT_ITS_CHECKPOINT = [  # a program, what is changed in a checkpoint of its own,
     *((name, {"more": more}, "--checkpoint run.pt has numbers that are not finite")
       for name in CHECKPOINTS for more in ({"w": torch.tensor([0.5, float("nan")])}, [float("inf")])),
     *((name, ANOTHER_MODEL, "--checkpoint run.pt is of another model") for name in CHECKPOINTS if name != "rpc_rl.fast"),
+    ("rpc_rl.fast", {"policy": ANOTHER_MODEL["model"]}, "--checkpoint run.pt is of another model"),
     ("rpc_rl.fast", {"generators": {1: 0, 2: 0, 3: 0}}, "--world_size"),
     ("rpc_rnn.main", {"vocabulary": "abcdefghij"}, "--corpus"),
     *((name, {"epochs": epochs}, "--epochs") for name, epochs in (
-        ("p2p_collectives.train", [{}] * 11), ("param_server.main", 21), ("rpc_rnn.main", [{}] * 9))),
+        ("p2p_collectives.train", [{"loss": 2.3, "loss_per_rank": [2.3], "accuracy": 0.5}] * 11), ("param_server.main", 21),
+        ("rpc_rnn.main", [{"loss": 2.0, "val_loss": 2.1}] * 9))),
 ]
 
 
@@ -615,17 +637,40 @@ def test_not_its_checkpoint(name, change, says, stubbed):
     assert path.read_bytes() == before
 
 
+def odd(part):
+    """What a part of a checkpoint could be, but is not: each thing in it missing, or what cannot go on; weights are not asked."""
+    if isinstance(part, dict) and not any(isinstance(value, torch.Tensor) for value in part.values()):
+        for name, value in part.items():
+            if name != "epoch":  # a row's own number, which nobody reads
+                yield {other: part[other] for other in part if other != name}
+                yield from ({**part, name: other} for other in odd(value))
+    elif isinstance(part, list) and part and isinstance(part[0], dict):
+        yield from ([other] for other in odd(part[0]))
+    yield from (other for other in (None, "3", torch.ones(2)) if type(other) is not type(part))
+    yield from (-1, True, 1.5) if type(part) is int else ()
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_half_a_state_is_no_checkpoint(name, stubbed):
-    flags = save_and_resume(name, "run.pt", {"model": [1, 2]})
-    assert "--checkpoint run.pt is" in refusal(name, flags, stubbed)
+def test_half_a_checkpoint(name, stubbed):
+    """A part is missing, or is something else: refused in a line, whatever part it is."""
+    state = CHECKPOINTS[name]()
+    whole = {"example": parser_of(name).get_default("example"), "settings": {}, **state}
+    if "optimizer" in whole:
+        whole["optimizer"] = {"param_groups": [], "state": {}}  # what is in them, torch asks
+    for half in odd(whole):
+        if isinstance(half, dict):
+            flags = save_and_resume(name, "run.pt", {})
+            torch.save(half, "run.pt")
+            verdict, err = outcome(name, flags, stubbed)
+            assert verdict == "refused", half
+            assert err.startswith("error: --checkpoint run.pt is "), (half, err)
 
 
 def test_a_checkpoint_that_cannot_be_read(stubbed, monkeypatch):
     def denied(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(torch, "load", denied)
+    monkeypatch.setattr(Path, "read_bytes", denied)
     assert refusal("rpc_rl.fast", ["--checkpoint", "text", "--resume"], stubbed) == (
         "error: --checkpoint text must be a file that can be read (permission denied)\n")
 

@@ -169,7 +169,7 @@ class Dangerous:
 
 
 DAMAGE = {"truncated": "no whole checkpoint", "dangerous": "no whole checkpoint", "another example": "no whole checkpoint",
-          "no history": "no whole checkpoint", "--seed": "--seed 0 must be 3", "--width": "--width 10 must be 20",
+          "no history": "no whole checkpoint", "no settings": "no whole checkpoint", "--seed": "--seed 0 must be 3", "--width": "--width 10 must be 20",
           "without --resume": f"has a training of {EPOCHS} epochs; give --resume", "all epochs": f"--epochs {EPOCHS} must be above {EPOCHS}"}
 
 
@@ -186,8 +186,8 @@ def test_not_this_trainings_checkpoint(kind, undisturbed, tmp_path, refused):
         (last / ".metadata").write_bytes(pickle.dumps(Dangerous()))
     elif kind == "another example":
         about["example"] = "rpc_rl"
-    elif kind == "no history":
-        del about["history"]
+    elif kind.startswith("no "):
+        del about[kind.removeprefix("no ")]
     elif kind.startswith("--"):
         about["settings"][kind.removeprefix("--")] = {"--seed": 3, "--width": 20}[kind]
     (last / fsdp_checkpoint.ABOUT).write_text(json.dumps(about))
