@@ -35,6 +35,7 @@ LONGEST_S = 10_000_000.0  # a third of a year: what the timers of all libraries 
 # That a text is the same is seen from its characters, wherever it is.
 MAY_CHANGE = {"checkpoint", "resume", "data_dir", "corpus", "log_interval", "epochs",
               "max_episodes", "reward_threshold"}
+RESUME = "with the same flags: only how long, on how many ranks and where may differ"
 
 
 class PlainParser(argparse.ArgumentParser):
@@ -97,16 +98,18 @@ class Parser(PlainParser):
         add("--check", action="store_true",
             help="prove the example against a single process instead of running it")
 
-    def add_checkpoint_flags(self) -> None:
+    def add_checkpoint_flags(self, rule: str = RESUME) -> None:
         """Add `--checkpoint FILE` and `--resume`.
 
         Rank 0 writes the file, unless `set_defaults(checkpoint_rank=...)` names another one.
+
+        Args:
+            rule: what a checkpoint fixes, and what a flag may change.
         """
         self.add_argument("--checkpoint", type=Path, metavar="FILE",
                           help="save the training here (default: nowhere)")
         self.add_argument("--resume", action="store_true",
-                          help="continue from --checkpoint, with the same flags: only how long, "
-                               "on how many ranks and where may differ")
+                          help=f"continue from --checkpoint, {rule}")
 
     def parse_args(self, args: Sequence[str] | None = None,
                    namespace: argparse.Namespace | None = None) -> argparse.Namespace:

@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from common import checkpoint, report
-from common.cli import Parser, bounded, given, refuse
+from common.cli import RESUME, Parser, bounded, given, refuse
 from common.data import add_data_flags, fetch_data, load_data
 from common.program import run_program
 from common.session import backend_for, device_for
@@ -191,7 +191,8 @@ def build_parser() -> Parser:
     add("--lr", type=bounded(float, above=0), default=0.02,
         help=f"learning rate of SGD with momentum {MOMENTUM}")
     add("--checkpoint", type=Path, metavar="FILE",
-        help="written after each epoch; the training goes on from it if it exists (default: none)")
+        help="written after each epoch; the training goes on from it if it exists, "
+             f"{RESUME} (default: none)")
     parser.set_defaults(resume=False)  # torchrun starts a worker anew with the same command line
     return parser
 

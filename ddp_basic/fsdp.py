@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import report
-from common.cli import Parser, bounded, refuse, require_own_gpus
+from common.cli import RESUME, Parser, bounded, refuse, require_own_gpus
 from common.program import run_program
 from common.session import device_of_group, group_options
 from torch import nn, optim
@@ -196,7 +196,7 @@ def build_parser() -> Parser:
     add("--checkpoint", dest="folder", type=Path, metavar="DIR",
         help="with --sharding full: save there after each epoch (default: nowhere)")
     add("--resume", dest="resumed", action="store_true",
-        help="continue from the last whole checkpoint in --checkpoint")
+        help=f"continue from the last whole checkpoint in --checkpoint, {RESUME}")
     return parser
 
 

@@ -605,6 +605,18 @@ def test_a_training_goes_on_with_its_flags(name, stubbed):
         assert "must be 12345, as in --checkpoint run.pt" in refusal(name, [*flags, *argv], stubbed)
 
 
+@pytest.mark.parametrize("name", [*CHECKPOINTS, "ddp_basic.fsdp"])
+def test_help_says_what_a_checkpoint_fixes(name, stubbed):
+    """And so it is: another number of ranks is accepted where the help says so, and refused where it does not."""
+    said = re.search("with the same flags: only how long(, on how many ranks)? and where may differ",
+                     " ".join(parser_of(name).format_help().split()))
+    assert said
+    more = ["--world_size", "4"]
+    if name in CHECKPOINTS and outcome(name, more, stubbed)[0] == "accepted":  # test_fsdp.py has its own
+        flags = save_and_resume(name, "run.pt", CHECKPOINTS[name]())
+        assert (outcome(name, [*flags, *more], stubbed)[0] == "accepted") == bool(said[1])
+
+
 ANOTHER_MODEL = {"model": torch.nn.Linear(3, 3).state_dict()}
 NOT_ITS_CHECKPOINT = [  # a program, what is changed in a checkpoint of its own, and what the line says
     *((name, change, "--checkpoint run.pt is not a whole checkpoint of ")
