@@ -47,7 +47,7 @@ from model_parallel_resnet.recording import StepByStep, state
 SIDE = 33  # pixels; of 32, the last layers leave one
 BLOCKS = [1, 2, 2, 1]  # in layer1 to layer4
 CALM = 100  # the learning rate is divided by it, so that rounding grows less
-MOST_ROWS = 3  # the first ones of --num_splits
+MOST_ROWS = 3  # the first ones of --num_splits, where none was given
 SENT_S = 3.0  # at most, until all micro-batches of a batch have been sent
 # Between the look-up of a gradient and its sum; and at most, until another one comes.
 ADD_S, ANOTHER_S = 0.2, 10.0
@@ -391,10 +391,16 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | N
     Raises:
         SystemExit: 1 if something does not hold.
     """
-    args.num_splits = args.num_splits[:MOST_ROWS]
+    leave_rows_out(program, args)
     # Pieces of 3 and 2 images; `xs.chunk` would make fewer pieces of them.
     smaller(args, batch_size=max(5, 2 * args.num_splits[-1] + 1))
     return verdict(launch(functools.partial(record, program.__name__), args, program.role_name))
+
+
+def leave_rows_out(program: ModuleType, args: argparse.Namespace) -> None:
+    """Drop the last of the default's `--num_splits`, which takes the longest; obey those given."""
+    if args.num_splits == program.build_parser().get_default("num_splits"):
+        args.num_splits = args.num_splits[:MOST_ROWS]
 
 
 def smaller(args: argparse.Namespace, batch_size: int) -> None:

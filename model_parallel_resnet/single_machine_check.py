@@ -31,8 +31,8 @@ from model_parallel_resnet import single_machine_results as results
 from model_parallel_resnet.check import BECAUSE, CALM, SIDE, TOLERANCE, short_resnet
 from model_parallel_resnet.recording import furthest, state
 
-FLAGS = {"batch_size": 5, "image_size": SIDE, "num_batches": 2, "num_repeat": 1, "split_size": 3,
-         "split_sizes": [3, 5], "measured_sizes": [3, 5]}
+FLAGS = {"image_size": SIDE, "num_batches": 2, "num_repeat": 1}
+SIZES = [3, 5]  # of the splits, where none are given: of a batch of 5, a part and the whole
 WIDTH = 16  # channels
 
 
@@ -247,6 +247,12 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float]:
         SystemExit: 1 if something does not hold.
     """
     vars(args).update(FLAGS, lr=args.lr / CALM)
+    # No piece may have a single image: BatchNorm over its last four numbers magnifies rounding.
+    args.split_sizes = sorted({size for size in args.split_sizes or [] if size > 1}) or SIZES
+    args.measured_sizes = args.split_sizes
+    smallest, largest = args.split_sizes[0], args.split_sizes[-1]
+    args.batch_size = next(number for number in itertools.count(max(largest, smallest + 2))
+                           if all(number % size != 1 for size in args.split_sizes))
     report.log(results.ROLE, f"check: float64, {args.batch_size} images of {SIDE}x{SIDE}, split "
                              f"sizes {args.split_sizes}, 2 rounds of {args.num_batches} steps")
     usual = torch.get_num_threads()

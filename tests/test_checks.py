@@ -80,14 +80,17 @@ CHECKS = {
         f"{TABLE} --world_size 3".replace(" --sparse", ""): 18,
         "--world_size 2 --num_embeddings 2 --embedding_dim 1 --num_classes 2": 18,
     },
-    "model_parallel_resnet.main": {f"{SHARDS} --num_splits 1 3": 14},
+    "model_parallel_resnet.main": {
+        f"{SHARDS} --num_splits 1 3": 14,
+        "--arch resnet18 --num_splits 8 1 2 3 --num_classes 2": 14,  # one that the default leaves out; and four
+    },
     "model_parallel_resnet.early_backward": {f"{SHARDS} --num_splits 1 3": 14},
     "model_parallel_resnet.schedules": {
         "--arch resnet18 --num_splits 2": 14,
         f"{SHARDS} --num_splits 3 --batch_size 30 --schedule 1f1b": 14,
         **{f"{SHARDS} --num_splits 2 --schedule {name}": 14 for name in ("interleaved", "zero_bubble", "zero_bubble_v")},
     },
-    "model_parallel_resnet.single_machine": {"--seed 7 --lr 0.03": 10},
+    "model_parallel_resnet.single_machine": {"--seed 7 --lr 0.03": 10, "--split_sizes 1 2 4": 10},
     "p2p_collectives.deadlock": {
         **{f"--kind {kind}": 5 for kind in ("other_collective", "other_shape", "one_fewer")},
         "--kind rpc --world_size 3": 5,
@@ -152,7 +155,6 @@ NOT_COMPARED = {  # flag, or (program, flag): why no row has it
     "--num_batches": OWN,
     "--num_repeat": OWN,
     "--split_size": OWN,
-    "--split_sizes": OWN,
     "--checkpoint": OWN + "; and tests of resumed trainings",
     "--resume": OWN + "; and tests of resumed trainings",
     "--dataset": "test_data.py",
