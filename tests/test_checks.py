@@ -143,6 +143,32 @@ CHECKS = {
         "--world_size 2 --batch_size 2 --seq_len 4 --micro_batches 2 --blocks 4": 54,
     },
 }
+# As far as the flags go: one step, one image, one observer, no discount or no momentum, the largest seed, ranks among which
+# nothing divides. For programs that have no such row above, and how many comparisons each makes.
+LARGEST = "--seed 2147483647"
+EXTREMES = {
+    "rpc_rl.main": (f"{LARGEST} --gamma 0 --world_size 2 --total_steps_per_episode 1 --max_episodes 1 --log_interval 1", 12),
+    "rpc_rl.fast": ("--gamma 1 --world_size 6 --total_steps_per_episode 7 --max_episodes 1", 9),
+    "batch_rl.main": (f"{LARGEST} --observers 7 --num_steps 1 --num_episode 1 --gamma 0", 16),
+    "batch_rl.fast": ("--observers 1 --num_steps 1 --num_episode 1 --gamma 1", 16),
+    "batch_rl.vector": ("--observers 1 --envs_per_observer 1 --num_steps 1 --gamma 0", 14),
+    "batch_rl.double_buffering": ("--observers 2 --envs_per_observer 2 --num_steps 1 --gamma 1", 14),
+    "batch_rl.until_solved": ("--world_size 2 --envs_per_observer 1 --gamma 0 --num_steps 2 --reward_threshold 1 --max_episodes 1", 15),
+    "ddp_basic.main": (f"{LARGEST} --world_size 7 --steps 1", 24),
+    "ddp_basic.skew": ("--world_size 5 --steps 1 --slow_rank 4 --delay 0", 9),
+    "ddp_basic.elastic": (f"{LARGEST} --world_size 5 --global_batch_size 1435", 26),
+    "ddp_basic.fsdp": (f"{LARGEST} --world_size 7 --global_batch_size 7 --width 1", 59),
+    "ddp_basic.pitfalls": ("--kind uneven --world_size 5 --steps 1", 2),
+    "ddp_rpc_hybrid.main": (f"{LARGEST} --world_size 7 --num_embeddings 1 --embedding_dim 1 --num_classes 2", 19),
+    "ddp_rpc_hybrid.sharded_table": ("--world_size 5 --num_embeddings 2 --embedding_dim 1 --num_classes 2", 76),
+    "model_parallel_resnet.early_backward": (f"{LARGEST} --arch resnet18 --num_splits 2 --num_classes 2", 14),
+    "model_parallel_resnet.schedules": ("--arch resnet18 --num_splits 1 --num_classes 2", 14),
+    "p2p_collectives.deadlock": ("--kind one_fewer --world_size 5", 5),
+    "p2p_collectives.init_methods": ("--world_size 1", 13),
+    "p2p_collectives.main": ("--world_size 7", 21),
+    "p2p_collectives.shared_memory": ("--world_size 5 --sizes 20", 41),
+    "p2p_collectives.train_flat": (f"{LARGEST} --world_size 5 --global_batch_size 7 --momentum 0", 22),
+}
 QUICK = ("rpc_rl.fast", "ddp_rpc_hybrid.main", "rpc_rnn.main", "p2p_collectives.main")
 PLACE = {"help", "check", "rank", "master_addr", "master_port", "start_method", "timeout", "device", "output_dir"}
 OWN = "each check has a value of its own, which is not the default"
@@ -196,6 +222,11 @@ def test_check_passes(program, flags, comparisons, tmp_path, capfd, monkeypatch)
     assert out.count(": ok\n") == len(differences) == comparisons
     assert err == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("program", "flags", "comparisons"), [(program, *row) for program, row in EXTREMES.items()])
+def test_check_passes_at_the_limits(program, flags, comparisons, tmp_path, capfd, monkeypatch):
+    test_check_passes(program, flags, comparisons, tmp_path, capfd, monkeypatch)
 
 
 @pytest.mark.parametrize("program", CHECKS)
