@@ -1,4 +1,14 @@
-"""Locks and barriers left out, of all programs: each check makes the race happen that they prevent."""
+"""Locks and barriers left out, of all programs: each check makes the race happen that they prevent.
+
+Those of a program's own subject are among its mutants (`shared_memory.py`: its three barriers; `main.py` of ddp_basic,
+p2p_collectives and model_parallel_resnet, batch_update.py, several_trainers.py). Without one, for no check could see it:
+
+- `global_lock` of param_server/main.py: rank 0 makes the server before it joins, so no call can come earlier. It stays, as
+  the tutorial's, for whoever calls in another order.
+- The barrier of fast_ring.py: without it the connections are not there yet, and keep their large buffers. That is speed alone.
+- The barrier of mesh.py: `load()` ends with a gathering, behind which nobody reads any more. It does not promise that.
+- Those of deadlock.py: they are the mistake that is shown, and its remedy.
+"""
 
 from tests.mutants import Mutant
 
@@ -49,6 +59,9 @@ MUTANTS = [
     forgotten("the first to come counts its wait, in shared memory", "p2p_collectives/ring_allreduce.py",
               "dist.barrier()  # or the first to come would count its wait for the last", "clocks",
               program="p2p_collectives/shared_memory.py"),
+    forgotten("memory is closed before all have opened it", "p2p_collectives/shared_memory.py",
+              "dist.barrier()  # all have opened all", "error"),
+    forgotten("the histories of those that have come", "param_server/main.py", "self.all_are_there.wait()", "error|moments|losses"),
     forgotten("tables are loaded while others train", "rpc_rnn/saving.py",
               "# Or one trainer's backward could find that another has just loaded the tables.\n        dist.barrier()",
               "restored", program="rpc_rnn/several_trainers.py", flags=("--checkpoint", "run.pt")),
