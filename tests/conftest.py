@@ -39,7 +39,7 @@ NEVER = r"(?!)"
 SOME = {
     "test_check_passes": r"(?!.*(shared_memory--49|sizes 12000|--gamma [01]-|world_size 1 |size 143|size 1-|num_classes [12]-|"
                          r"max_staleness 0|split_sizes|num_splits 8|kind o|deadlock--5|sharding full|splits 2-|splits 2 --sch|train_|async|flat_|early))",
-    "test_check_passes_at_the_limits": r"(rpc_rl|batch_rl.(main|until)|ddp_basic.(elastic|pitfalls)|p2p_collectives.(init|main))",
+    "test_check_passes_at_the_limits": r"(rpc_rl|batch_rl.(main|until)|ddp_basic.(elastic|pitfalls)|p2p_collectives.(init|main)|rpc_rnn.prefetch)",
     "test_check_sees_it": r"(batch_rl|ddp_basic|ddp_rpc_hybrid|flags|model_parallel_resnet|p2p_collectives|param_server_batch_update|rpc_rnn)$",
     "test_across_machines": r"(rpc_rl/main|p2p_collectives/train|ddp_rpc_hybrid/main).py-torchrun|batch_rl/main.py-manual",
     "test_cut_cable": r".*p2p.*torchrun",

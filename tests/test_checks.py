@@ -168,6 +168,12 @@ EXTREMES = {
     "p2p_collectives.main": ("--world_size 7", 21),
     "p2p_collectives.shared_memory": ("--world_size 5 --sizes 20", 41),
     "p2p_collectives.train_flat": (f"{LARGEST} --world_size 5 --global_batch_size 7 --momentum 0", 22),
+    "p2p_collectives.train_ddp": ("--world_size 5 --global_batch_size 7 --momentum 1 --lr 0.001", 22),
+    "param_server.async_server": (f"{LARGEST} --world_size 6 --batch_size 1437", 17),
+    "param_server.bounded_server": ("--world_size 2 --batch_size 1438 --max_staleness 0", 18),
+    "param_server.flat_update": ("--world_size 2 --arch resnet18 --batch_size 2 --image_size 8 --num_classes 1", 16),
+    "rpc_rnn.prefetch": ("--batch_size 1 --bptt 1 --ninp 1 --nhid 1", 22),
+    "rpc_rnn.several_trainers": (f"{LARGEST} --world_size 2 --batch_size 1 --bptt 1 --ninp 1 --nhid 1 --dropout 1", 22),
 }
 QUICK = ("rpc_rl.fast", "ddp_rpc_hybrid.main", "rpc_rnn.main", "p2p_collectives.main")
 PLACE = {"help", "check", "rank", "master_addr", "master_port", "start_method", "timeout", "device", "output_dir"}

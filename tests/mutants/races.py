@@ -61,7 +61,7 @@ MUTANTS = [
               program="p2p_collectives/shared_memory.py"),
     forgotten("memory is closed before all have opened it", "p2p_collectives/shared_memory.py",
               "dist.barrier()  # all have opened all", "error"),
-    forgotten("the histories of those that have come", "param_server/main.py", "self.all_are_there.wait()", "error|moments|losses"),
+    forgotten("nobody waits until all are there", "param_server/main.py", "self.all_are_there.wait()", "error"),
     forgotten("tables are loaded while others train", "rpc_rnn/saving.py",
               "# Or one trainer's backward could find that another has just loaded the tables.\n        dist.barrier()",
               "restored", program="rpc_rnn/several_trainers.py", flags=("--checkpoint", "run.pt")),
