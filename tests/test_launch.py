@@ -23,7 +23,7 @@ from common.launcher.network import interface_towards, is_loopback
 from common.launcher.worker import exit_now, failure_of, stacks
 from common.session import backend_for, group_options, wait_all
 
-from tests.helpers import run, script, torchrun
+from tests.helpers import SOON_S, run, script, torchrun
 
 
 def role_name(rank, world_size):
@@ -412,7 +412,6 @@ def test_a_launcher_leaves_a_slow_store(monkeypatch):
     board = channel.Board(store, ["verdict"], "launcher/1")
     assert not board.exchange()
     board.take_leave(left=True)
-    board.close()
     assert store.written[-1]["left"]
 
 
@@ -431,11 +430,13 @@ def test_a_store_ends_with_its_board(own, monkeypatch):
     monkeypatch.setattr(channel, "ours", lambda store: store)
     board = channel.Board(SlowStore(0), ["verdict"], own)
     board.exchange()
-    board.close()
     store = weakref.ref(board.store)
     gc.disable()
     try:
         del board
+        deadline = time.monotonic() + SOON_S  # the thread that has read in it ends
+        while store() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert store() is None
     finally:
         gc.enable()
@@ -444,8 +445,7 @@ def test_a_store_ends_with_its_board(own, monkeypatch):
 def test_a_result_is_read_before_its_launcher_leaves(monkeypatch, tmp_path):
     """When it has left, the launcher of rank 0 may end, and with it the store in which the result is."""
     left = []
-    follower = SimpleNamespace(watch=lambda *_: None, status=lambda _: {"pieces": 1}, close=left.append,
-                               board=SimpleNamespace(close=lambda: None))
+    follower = SimpleNamespace(watch=lambda *_: None, status=lambda _: {"pieces": 1}, close=left.append)
     monkeypatch.setattr(start, "_meet", lambda *_: (None, "tcp://localhost:1", follower))
     monkeypatch.setattr(start.Processes, "start", lambda *_: None)
     monkeypatch.setattr(channel, "read_result", lambda *_: {"left": bool(left)})

@@ -11,11 +11,11 @@ left. A value is written whole or not at all. The ranks meet in the same store (
 
 import contextlib
 import json
-import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -87,12 +87,28 @@ def read_result(store: dist.Store, rank: int, pieces: int) -> dict:
         raise LostError from None
 
 
+def in_thread(call: Callable) -> Future:
+    """Call in a thread, for which Python does not wait at its end; return what will come of it.
+
+    A server that is frozen or cut off does not answer, and torch's time-outs do not bound every
+    call: with 2.13, `multi_get` waits for ever, and so does a new client.
+    """
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 class Board:
     """Reads in the store and writes there for a launcher, never waiting for longer than a beat.
 
-    A server that is frozen or cut off does not answer, and torch's time-outs do not bound every
-    call (`multi_get` waits for ever, seen with 2.13): a thread makes the calls, except where the
-    server is in this very process.
+    A thread makes the calls, except where the server is in this very process.
 
     Args:
         store: as of `open_store`.
@@ -105,40 +121,18 @@ class Board:
         self.texts, self.values = {}, dict.fromkeys(keys)  # what was read; what it means
         self.answered = time.monotonic()
         self.status = {"beat": 0, "failure": None, "left": False}  # of this launcher
-        self._asked, self._requests, self._replies = False, queue.SimpleQueue(), queue.SimpleQueue()
-        self._thread = None  # one that never starts would keep the store, in a circle of references
-        if own is not None:
-            self._thread = threading.Thread(target=self._serve, daemon=True)
-            self._thread.start()
+        self._reply = None  # to what was asked, and has not been answered yet
 
-    def _serve(self) -> None:
-        for status in iter(self._requests.get, None):
-            try:
-                self.store.set(self.own, status)
-                self._replies.put(self.store.multi_get(self.keys))
-            except RuntimeError as error:
-                self._replies.put(error)
+    def _ask(self) -> Future:
+        """Write the own status and read all keys, in a thread."""
+        self.status["beat"] += 1
+        status = json.dumps(self.status)
 
-    def _read(self) -> list[bytes] | None:
-        """Return what the keys hold now; None if the store does not answer.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
-        if self.own is None:
+        def ask():
+            self.store.set(self.own, status)
             return self.store.multi_get(self.keys)
-        if not self._asked:
-            self.status["beat"] += 1
-            self._requests.put(json.dumps(self.status))
-            self._asked = True
-        try:
-            reply = self._replies.get(timeout=BEAT_S)
-        except queue.Empty:
-            return None
-        self._asked = False
-        if isinstance(reply, RuntimeError):
-            raise reply
-        return reply
+
+        return in_thread(ask)
 
     def exchange(self) -> bool:
         """Write the own status and read all keys; return False if the store does not answer.
@@ -147,12 +141,16 @@ class Board:
             LostError: the store is gone.
         """
         try:
-            texts = self._read()
+            if self.own is None:
+                texts = self.store.multi_get(self.keys)
+            else:
+                self._reply = self._reply or self._ask()
+                texts = self._reply.result(BEAT_S)
+        except TimeoutError:
+            return False
         except RuntimeError:
             raise LostError from None
-        if texts is None:
-            return False
-        self.answered = time.monotonic()
+        self._reply, self.answered = None, time.monotonic()
         for key, text in zip(self.keys, texts, strict=True):
             if text != self.texts.get(key, b""):
                 self.texts[key] = text
@@ -165,11 +163,5 @@ class Board:
         self.status |= changes
         written, deadline = False, time.monotonic() + 5 * BEAT_S
         while not written and time.monotonic() < deadline:
-            asks = not self._asked  # else this is the reply to what was asked before
+            asks = self._reply is None  # else this is the reply to what was asked before
             written = self.exchange() and asks
-
-    def close(self) -> None:
-        """End the thread, which holds the store, unless that does not answer."""
-        if self._thread:
-            self._requests.put(None)
-            self._thread.join(BEAT_S / 10)

@@ -90,7 +90,6 @@ def _start_and_watch(run_worker: Callable, args: Namespace, names: list[str]) ->
         finally:
             if launcher:
                 launcher.close(verdict)
-                launcher.board.close()
             processes.stop()
         if interruption.happened:
             print(f"\ninterrupted; stopped {count(ranks)}", file=sys.stderr, flush=True)
@@ -154,20 +153,20 @@ def _connect(host: str, port: int, seconds: float,
 
     In a thread: where a port accepts and never answers, torch would wait for ever.
     """
-    found, deadline = [], time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
 
     def attempt():
-        while not found and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             with suppress(RuntimeError, OSError, ValueError):
-                found.append(channel.open_store(host, port))
+                return channel.open_store(host, port)
             time.sleep(0.1)
+        return None
 
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    while thread.is_alive() and not found and time.monotonic() < deadline:
+    store = channel.in_thread(attempt)
+    while not store.done() and time.monotonic() < deadline:
         if connection.wait([interruption], 0.05):
             raise KeyboardInterrupt
-    return found[0] if found else None
+    return store.result() if store.done() else None
 
 
 # --- processes

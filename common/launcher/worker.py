@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 from common.launcher import watch
-from common.launcher.channel import BEAT_S, ours
+from common.launcher.channel import BEAT_S, in_thread, ours
 from common.launcher.watch import ROOT
 from torch.distributed import rpc
 
@@ -103,13 +103,8 @@ class Heartbeat(threading.Thread):
 
     def _sent(self) -> None:
         """Return when the store has got what was written, or does not answer."""
-        def check():
-            with suppress(RuntimeError):
-                self.store.check(["verdict"])
-
-        answered = threading.Thread(target=check, daemon=True)
-        answered.start()
-        answered.join(watch.GRACE_S)
+        with suppress(RuntimeError, TimeoutError):
+            in_thread(lambda: self.store.check(["verdict"])).result(watch.GRACE_S)
 
 
 def innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
