@@ -15,7 +15,8 @@ from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
-from common.launcher.watch import ROOT, START_S
+from common.launcher.channel import START_S
+from common.launcher.watch import ROOT
 from common.oracle import Comparison, verdict
 from common.report import log
 

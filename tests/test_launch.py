@@ -315,40 +315,40 @@ def test_who_waits_has_not_failed():
 
 
 def two_ranks(timeout):
-    return watch.Decider(SimpleNamespace(keys=["rank/0", "rank/1"], values={}, texts={}), ["a", "b"], timeout)
+    return watch.Decider(channel.Board(dist.HashStore(), ["rank/0", "rank/1"]), ["a", "b"], timeout)
 
 
 def test_who_is_silent_is_blamed_and_not_who_waited():
     """After --timeout for itself; as soon as somebody has waited in vain, after a few seconds."""
     decider, now = two_ranks(timeout=8), time.monotonic()
-    decider.heard.at = {"rank/0": now, "rank/1": now - 5}
+    decider.board.at = {"rank/0": now, "rank/1": now - 5}
     assert decider.verdict() is None
     decider.failures["rank/0"], decider.since = watch.Failure(0, "has waited for 8 s", watch.WAITED), now
     assert decider.verdict() is None  # perhaps somebody else has a cause to tell
     decider.since = now - watch.GRACE_S
     assert decider.verdict() == watch.Failure(1, "has not answered for 5 s", watch.SILENCE)
     decider = two_ranks(timeout=8)
-    decider.heard.at["rank/1"] = now - 9
+    decider.board.at["rank/1"] = now - 9
     assert decider.verdict() == watch.Failure(1, "has not answered for 9 s", watch.SILENCE)
 
 
 def test_only_a_silence_of_late_is_blamed():
     """Others may just have waited for it; not for one that ended before the last --timeout began."""
     decider = two_ranks(timeout=8)
-    decider.heard.gaps = {"rank/0": (6, time.monotonic() - 9), "rank/1": (6, time.monotonic() - 7)}
+    decider.board.gaps = {"rank/0": (6, time.monotonic() - 9), "rank/1": (6, time.monotonic() - 7)}
     assert decider.were_silent() == [watch.Failure(1, "did not answer for 6 s", watch.SILENCE)]
 
 
 def test_beats_are_measured_by_our_own_clock(monkeypatch):
-    heard, now = watch.Heard(["rank/0"]), time.monotonic()
-    assert heard.age("rank/0") < 0  # it may still be starting
-    heard.note("rank/0", b"whatever the rank's own clock says")
-    assert 0 <= heard.age("rank/0") < 1
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now + 30)
-    heard.note("rank/0", b"whatever the rank's own clock says")  # nothing new
-    assert heard.age("rank/0") > 29
-    heard.forgive()
-    assert heard.age("rank/0") == 0
+    board, now = channel.Board(dist.HashStore(), ["rank/0"]), time.monotonic()
+    assert board.age("rank/0") < 0  # it may still be starting
+    board.hear("rank/0", b"whatever the rank's own clock says")
+    assert 0 <= board.age("rank/0") < 1
+    monkeypatch.setattr(channel.time, "monotonic", lambda: now + 30)
+    board.hear("rank/0", b"whatever the rank's own clock says")  # nothing new
+    assert board.age("rank/0") > 29
+    board.forgive()
+    assert board.age("rank/0") == 0
 
 
 def futures(*, failing=()):
@@ -471,8 +471,7 @@ def test_a_slow_start_is_no_standstill(monkeypatch, capfd):
 
     def hear(**status):
         for key in decider.board.keys:
-            decider.board.values[key] = {"left": False, **status}
-            decider.heard.note(key, str(status).encode())
+            decider.board.hear(key, json.dumps({"left": False, **status}).encode())
         decider.note_standstill()
 
     time.sleep(0.1)

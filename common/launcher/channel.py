@@ -21,6 +21,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 BEAT_S = 1.5
+SUSPECT_S = 3.5  # who is silent for so long while somebody misses an answer is to blame
+START_S = 60.0  # a process may take this long until its first beat
 LIMIT = timedelta(seconds=60)  # of a single call that waits for a key
 PIECE = 2**22  # bytes: a TCPStore refuses values of 8 MiB
 
@@ -108,7 +110,8 @@ def in_thread(call: Callable) -> Future:
 class Board:
     """Reads in the store and writes there for a launcher, never waiting for longer than a beat.
 
-    A thread makes the calls, except where the server is in this very process.
+    A thread makes the calls, except where the server is in this very process. When a key was last
+    written, it finds by its own clock: no other one matters, nor a date.
 
     Args:
         store: as of `open_store`.
@@ -118,7 +121,10 @@ class Board:
 
     def __init__(self, store: dist.Store, keys: Sequence[str], own: str | None = None) -> None:
         self.store, self.keys, self.own = ours(store), keys, own
-        self.texts, self.values = {}, dict.fromkeys(keys)  # what was read; what it means
+        # Of each key: what was read, what that means, when it was new.
+        self.texts, self.values = dict.fromkeys(keys, b""), dict.fromkeys(keys)
+        self.at = dict.fromkeys(keys, time.monotonic() + START_S)
+        self.gaps = {}  # silences that are over: (seconds, end)
         self.answered = time.monotonic()
         self.status = {"beat": 0, "failure": None, "left": False}  # of this launcher
         self._reply = None  # to what was asked, and has not been answered yet
@@ -152,11 +158,26 @@ class Board:
             raise LostError from None
         self._reply, self.answered = None, time.monotonic()
         for key, text in zip(self.keys, texts, strict=True):
-            if text != self.texts.get(key, b""):
-                self.texts[key] = text
-                with contextlib.suppress(ValueError, RecursionError):  # a stranger has written it
-                    self.values[key] = json.loads(text)
+            self.hear(key, text)
         return True
+
+    def hear(self, key: str, text: bytes) -> None:
+        """Take in what a key holds now."""
+        if text == self.texts[key]:
+            return
+        if (gap := self.age(key)) > SUSPECT_S:
+            self.gaps[key] = gap, time.monotonic()
+        self.texts[key], self.at[key] = text, time.monotonic()
+        with contextlib.suppress(ValueError, RecursionError):  # a stranger has written it
+            self.values[key] = json.loads(text)
+
+    def age(self, key: str) -> float:
+        """Return the seconds of silence; negative until one that starts has had its time."""
+        return time.monotonic() - self.at[key]
+
+    def forgive(self) -> None:
+        """Begin anew, after this process itself was stopped."""
+        self.at = {key: max(at, time.monotonic()) for key, at in self.at.items()}
 
     def take_leave(self, **changes: object) -> None:
         """Write the own status for the last time, also where the store is slow."""

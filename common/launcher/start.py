@@ -221,7 +221,7 @@ class Processes:
 
         # In a thread of its own: a fork server that is frozen does not answer.
         threading.Thread(target=start, daemon=True).start()
-        limit_s = watch.START_S + self.args.timeout
+        limit_s = channel.START_S + self.args.timeout
         first = connection.wait([ready, interruption], limit_s)
         if ready not in first:
             in_vain.set()
@@ -290,7 +290,7 @@ class Process:
 
     def failure(self) -> watch.Failure:
         """Return how it ended."""
-        deadline = time.monotonic() + watch.BEAT_S
+        deadline = time.monotonic() + channel.BEAT_S
         while not self.gone():  # its end of the pipe is closed a moment before it is gone
             if time.monotonic() > deadline:
                 return watch.Failure(None, "the fork server was killed")

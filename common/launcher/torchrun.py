@@ -71,7 +71,7 @@ def _meet(me: int, args: Namespace, one_machine: bool,
         None, and the store.
     """
     host = "127.0.0.1" if one_machine else os.environ["MASTER_ADDR"]
-    limit_s = max(args.timeout, watch.START_S)
+    limit_s = max(args.timeout, channel.START_S)
     theirs, _, _ = next(dist.rendezvous("env://", me, args.world_size,
                                         timeout=timedelta(seconds=limit_s)))
     # torchrun's store outlives the ranks that it starts anew; several machines count their attempts
@@ -143,7 +143,7 @@ class Watcher:
             self.heard = now
         elif ready:
             failure = "was killed"
-        elif now - self.heard > max(self.args.timeout, watch.SUSPECT_S):
+        elif now - self.heard > max(self.args.timeout, channel.SUSPECT_S):
             failure = f"has not answered for {now - self.heard:.0f} s"
         if failure:
             failure = watch.Failure(self.me, f"is not watched: the process beside it {failure}")
@@ -216,7 +216,7 @@ def watch_over(parent: Parent, args: Namespace, names: list[str], neighbours: ra
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     me = parent.rank
     launcher = watch.launcher_of(me, channel.open_store(*address, listener), names, args.timeout,
-                                 max(args.timeout, watch.START_S))
+                                 max(args.timeout, channel.START_S))
 
     def beat():
         with contextlib.suppress(OSError):

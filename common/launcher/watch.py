@@ -17,18 +17,16 @@ import json
 import linecache
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
-from common.launcher.channel import BEAT_S, Board, LostError, prepare
+from common.launcher.channel import BEAT_S, SUSPECT_S, Board, LostError, prepare
 
 ROOT = Path(__file__).resolve().parents[2]  # of this repository
 GRACE_S = 4.0  # how long to look for the rank to blame, when others have only noticed its end
-SUSPECT_S = 3.5  # who is silent for so long while somebody misses an answer is to blame
-START_S = 60.0  # a process may take this long until its first beat
 AWAY_S = 5.0  # a launcher that has not looked for so long was stopped itself
 CAUSE, SILENCE, WAITED, NOTICED = range(4)  # kinds of failures, the most telling first
 
@@ -87,33 +85,6 @@ def report(failure: Failure, names: Sequence[str], stopped: int = 0) -> None:
     print(text, end="", file=sys.stderr, flush=True)  # in one piece: other launchers print, too
 
 
-class Heard:
-    """Keeps when each writer was last heard, by our own clock: no other one matters, nor a date.
-
-    Args:
-        writers: their keys in the store.
-    """
-
-    def __init__(self, writers: Iterable[str]) -> None:
-        self.texts, self.gaps = {}, {}  # what was read last; silences that are over: (seconds, end)
-        self.at = dict.fromkeys(writers, time.monotonic() + START_S)
-
-    def note(self, writer: str, text: bytes | None) -> None:
-        """Take in what a writer has in the store now."""
-        if text and text != self.texts.get(writer):
-            if (gap := self.age(writer)) > SUSPECT_S:
-                self.gaps[writer] = gap, time.monotonic()
-            self.texts[writer], self.at[writer] = text, time.monotonic()
-
-    def age(self, writer: str) -> float:
-        """Return the seconds of silence; negative until one that starts has had its time."""
-        return time.monotonic() - self.at[writer]
-
-    def forgive(self) -> None:
-        """Begin anew, after this process itself was stopped."""
-        self.at = {writer: max(at, time.monotonic()) for writer, at in self.at.items()}
-
-
 class Launcher:
     """Watches, as all launchers do; `Decider` and `Follower` differ in how they find a verdict.
 
@@ -125,7 +96,7 @@ class Launcher:
 
     def __init__(self, board: Board, rank: int, timeout: float) -> None:
         self.board, self.rank, self.timeout = board, rank, timeout
-        self.heard, self.limit_s = Heard(board.keys), max(timeout, SUSPECT_S)
+        self.limit_s = max(timeout, SUSPECT_S)
         self.failures, self.since = {}, None  # what is known, in order; since the first of it
         self.away = 0.0, -float("inf")  # how long this process was stopped, and until when
 
@@ -153,7 +124,7 @@ class Launcher:
             if interruption in ready:
                 return Failure(self.rank, "was interrupted")
             if (away := time.monotonic() - looked) > AWAY_S:  # Ctrl-Z
-                self.heard.forgive()
+                self.board.forgive()
                 self.away = away, time.monotonic()
             looked = time.monotonic()
             try:
@@ -161,7 +132,7 @@ class Launcher:
             except LostError:
                 return self.of_lost_store()
             for rank in [rank for rank, process in here.items() if process.sentinel in ready
-                         or (self.heard.age(f"rank/{rank}") > 2 * BEAT_S and process.gone())]:
+                         or (self.board.age(f"rank/{rank}") > 2 * BEAT_S and process.gone())]:
                 process, status = here.pop(rank), self.status(rank)
                 if not status.get("left") and not status.get("failure"):
                     self.failures[f"end of {rank}"] = process.failure()
@@ -174,9 +145,7 @@ class Launcher:
     def listen(self) -> None:
         """Write the own status, and take in what the others have written since the last time."""
         self.board.exchange()
-        for key in self.board.keys:
-            self.heard.note(key, self.board.texts.get(key))
-            value = self.board.values.get(key)
+        for key, value in self.board.values.items():
             if isinstance(value, dict) and value.get("failure") and key not in self.failures:
                 with contextlib.suppress(TypeError):  # a stranger has written it
                     self.failures[key] = Failure(*value["failure"])
@@ -253,7 +222,7 @@ class Decider(Launcher):
         """Return the failures of those that have been silent for so long, or have not come."""
         found = []
         for rank in self.ranks:
-            age, status = self.heard.age(f"rank/{rank}"), self.status(rank)
+            age, status = self.board.age(f"rank/{rank}"), self.status(rank)
             done = status.get("left") or status.get("failure") or f"end of {rank}" in self.failures
             if rank not in self.followers:
                 found += [silent(rank, age)] if age > seconds and not done else []
@@ -261,7 +230,7 @@ class Decider(Launcher):
                 late = Failure(rank, f"has not joined within {self.join_s:g} s", SILENCE)
                 found += [late] if time.monotonic() > self.join_by else []
             elif not self.status(rank, "launcher")["left"]:
-                of_launcher = self.heard.age(f"launcher/{rank}")
+                of_launcher = self.board.age(f"launcher/{rank}")
                 if min(age, of_launcher) > SUSPECT_S or done:
                     found += [unreachable(rank, of_launcher)] if of_launcher > seconds else []
                 elif age > seconds:
@@ -299,7 +268,7 @@ class Decider(Launcher):
         """Return the failures of ranks whose silence has just ended: others have waited for it."""
         now = time.monotonic()
         return [Failure(rank, f"did not answer for {gap:.0f} s", SILENCE) for rank in self.ranks
-                for gap, end in [self.heard.gaps.get(f"rank/{rank}", (0, 0))]
+                for gap, end in [self.board.gaps.get(f"rank/{rank}", (0, 0))]
                 if gap > max(SUSPECT_S, self.timeout / 2) and now - end < self.timeout]
 
     def with_the_others(self, blamed: Failure) -> Failure:
@@ -328,7 +297,7 @@ class Decider(Launcher):
         _, woken = self.away  # until then, after Ctrl-Z, nobody could move
         moving = [rank for rank in running if max(self.moved[rank][1], woken) > limit]
         alone = bool(moving) and len(running) == 1  # it computes, and nobody waits for it
-        alive = all(0 <= self.heard.age(f"rank/{rank}") < SUSPECT_S for rank in running)
+        alive = all(0 <= self.board.age(f"rank/{rank}") < SUSPECT_S for rank in running)
         if self.noted or self.failures or not running or not alive or len(moving) > 1 or alone:
             return
         self.noted = True
@@ -345,7 +314,7 @@ class Decider(Launcher):
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and not all(
                 self.status(rank, "launcher").get("left") or not self.status(rank, "launcher")
-                or self.heard.age(f"launcher/{rank}") > SUSPECT_S for rank in self.followers):
+                or self.board.age(f"launcher/{rank}") > SUSPECT_S for rank in self.followers):
             time.sleep(BEAT_S / 10)
             self.board.exchange()
 
