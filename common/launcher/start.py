@@ -15,7 +15,6 @@ from multiprocessing import (
     connection,
     current_process,
     forkserver,
-    reduction,
     resource_tracker,
     util,
 )
@@ -209,8 +208,12 @@ class Processes:
 
                 if in_vain.is_set():  # or another fork server would be started
                     raise EOFError
+                # A forked worker has the fork server's environment and output, which may be others.
+                streams = [connection.Connection(os.dup(number), readable=False)
+                           for number in (1, 2)]  # of the files that can be sent, the simplest one
                 job = (run_worker, self.args, ranks, init_method, joblib.cpu_count(),
-                       Inherited() if forked else None)
+                       dict(os.environ), streams)
+                worker.flush()
                 outcome.append(mp.start_processes(run_rank, job, len(ranks), join=False,
                                                   start_method=self.args.start_method))
             except BaseException as error:
@@ -344,33 +347,14 @@ def report_s() -> float:
     return STOP_GRACE_S
 
 
-class Inherited:
-    """Brings a forked worker the launcher's environment, and where its output goes."""
-
-    def __getstate__(self) -> tuple[dict[str, str], list]:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(AttributeError, ValueError, OSError):
-                stream.flush()
-        return dict(os.environ), [reduction.DupFd(descriptor) for descriptor in (1, 2)]
-
-    def __setstate__(self, state: tuple[dict[str, str], list]) -> None:
-        self.environ, self.streams = state
-
-    def take(self) -> None:
-        """Give both to this process, the worker."""
-        for descriptor, stream in enumerate(self.streams, start=1):
-            duplicate = stream.detach()
-            os.dup2(duplicate, descriptor)
-            os.close(duplicate)
-        os.environ.clear()
-        os.environ.update(self.environ)
-
-
 def run_rank(index: int, run_worker: Callable, args: Namespace, ranks: list[int], init_method: str,
-             cores: int, inherited: Inherited | None) -> NoReturn:
+             cores: int, environ: dict[str, str], streams: list[connection.Connection]) -> NoReturn:
     """Be a started process: run `run_worker`, then write its result or failure into the store."""
-    if inherited is not None:
-        inherited.take()
+    os.environ.clear()
+    os.environ.update(environ)
+    for descriptor, stream in enumerate(streams, start=1):
+        os.dup2(stream.fileno(), descriptor)
+        stream.close()
     environment.ask_briefly()
     environment.wake_with_parent()  # not torch's SIGINT: the heartbeat cleans up before it ends
     environment.quiet_cpp()

@@ -221,10 +221,15 @@ def exit_now(status: int) -> NoReturn:
     Not by sys.exit: taking torch apart costs more than a second, and a live RPC agent may wait for
     peers that are gone.
     """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # `| head -1` reads no more
-            stream.flush()
+    flush()
     os._exit(status)
+
+
+def flush() -> None:
+    """Write what this process has printed, where somebody reads it: `| head -1` does no more."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def remove_leftovers(pids: Sequence[int], args: Namespace) -> None:
