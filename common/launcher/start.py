@@ -75,7 +75,7 @@ def _start_and_watch(run_worker: Callable, args: Namespace, names: list[str]) ->
         try:
             store, init_method, launcher = _meet(args, names, interruption)
             processes.start(run_worker, ranks, init_method, interruption)
-            verdict = launcher.watch(processes.by_rank, interruption)
+            verdict = launcher.watch(processes.by_rank, interruption.reader)
             # Before this launcher leaves: then that of rank 0, which serves the store, may end.
             results = [] if verdict else [
                 channel.read_result(store, rank, pieces) for rank in ranks
@@ -163,7 +163,7 @@ def _connect(host: str, port: int, seconds: float,
 
     store = channel.in_thread(attempt)
     while not store.done() and time.monotonic() < deadline:
-        if connection.wait([interruption], 0.05):
+        if connection.wait([interruption.reader], 0.05):
             raise KeyboardInterrupt
     return store.result() if store.done() else None
 
@@ -175,7 +175,7 @@ class Processes:
     """Holds the processes of this machine, from the first fork to the last kill."""
 
     def __init__(self, args: Namespace) -> None:
-        self.args, self.by_rank, self.over = args, {}, threading.Event()
+        self.args, self.by_rank = args, {}
 
     def start(self, run_worker: Callable, ranks: list[int], init_method: str,
               interruption: "Interruption") -> None:
@@ -191,65 +191,50 @@ class Processes:
             CannotStartError: out of files, of processes, of memory; of the fork server, too.
             KeyboardInterrupt: if `interruption` comes first.
         """
-        forked = self.args.start_method == "forkserver"
-        ready, tell = os.pipe()
-        outcome, before = [], set(multiprocessing.active_children())
-        in_vain = threading.Event()  # nobody waits for the processes any more
-
-        def start():
-            # Not inside of what follows: as it starts, it unblocks the signals again.
-            resource_tracker.ensure_running()
+        method, before = self.args.start_method, set(multiprocessing.active_children())
+        # Who waits for a fork server that is frozen goes on when it is killed.
+        limit_s, started = channel.START_S + self.args.timeout, time.monotonic()
+        late = threading.Timer(limit_s, end_fork_server)
+        late.daemon = True
+        late.start()
+        interruption.unblock = end_fork_server
+        try:
+            resource_tracker.ensure_running()  # now: as it starts, it unblocks the signals
             # Inherited: no worker ends, with a traceback, half started.
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-            try:
-                if forked and not in_vain.is_set():
-                    start_fork_server(run_worker)
-                import joblib  # here, while the fork server imports torch
+            if method == "forkserver":
+                start_fork_server(run_worker)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            import joblib  # here, while the fork server imports torch
 
-                if in_vain.is_set():  # or another fork server would be started
-                    raise EOFError
-                # A forked worker has the fork server's environment and output, which may be others.
-                streams = [connection.Connection(os.dup(number), readable=False)
-                           for number in (1, 2)]  # of the files that can be sent, the simplest one
-                job = (run_worker, self.args, ranks, init_method, joblib.cpu_count(),
-                       dict(os.environ), streams)
-                worker.flush()
-                outcome.append(mp.start_processes(run_rank, job, len(ranks), join=False,
-                                                  start_method=self.args.start_method))
-            except BaseException as error:
-                outcome.append(error)
-            os.close(tell)
-            # A process that was spawned is told when the thread that did so ends (PDEATHSIG).
-            self.over.wait()
-
-        # In a thread of its own: a fork server that is frozen does not answer.
-        threading.Thread(target=start, daemon=True).start()
-        limit_s = channel.START_S + self.args.timeout
-        first = connection.wait([ready, interruption], limit_s)
-        if ready not in first:
-            in_vain.set()
-            deadline = time.monotonic() + STOP_GRACE_S
-            end_fork_server()  # then the thread goes on at once
-            while not connection.wait([ready], 0.1) and time.monotonic() < deadline:
-                end_fork_server()  # which may have been about to start
-        os.close(ready)
-        started = outcome[0] if outcome else EOFError()
-        if not isinstance(started, BaseException):
-            self.by_rank = {rank: Process(rank, process)
-                            for rank, process in zip(ranks, started.processes, strict=True)}
-        else:  # some of them, perhaps
-            children = set(multiprocessing.active_children()) - before
-            self.by_rank = {child.pid: Process(None, child) for child in children}
-        if interruption in first:
+            # A forked worker has the fork server's environment and output, which may be others.
+            streams = [connection.Connection(os.dup(number), readable=False)
+                       for number in (1, 2)]  # of the files that can be sent, the simplest one
+            job = (run_worker, self.args, ranks, init_method, joblib.cpu_count(), dict(os.environ),
+                   streams)
+            worker.flush()
+            if not interruption.happened:  # before there was a fork server to end
+                processes = mp.start_processes(run_rank, job, len(ranks), join=False,
+                                               start_method=method).processes
+                self.by_rank = {rank: Process(rank, process)
+                                for rank, process in zip(ranks, processes, strict=True)}
+        except (EOFError, OSError) as error:
+            reason = ("the fork server has ended" if isinstance(error, EOFError)
+                      else error.strerror or str(error))
+            if time.monotonic() - started > limit_s:
+                reason = f"the fork server has not answered for {limit_s:g} s"
+            if not interruption.happened:
+                raise CannotStartError(reason) from error
+        finally:
+            late.cancel()
+            interruption.unblock = None
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            if not self.by_rank:  # some of them, perhaps
+                children = set(multiprocessing.active_children()) - before
+                self.by_rank = {child.pid: Process(None, child) for child in children}
+        if interruption.happened:
+            end_fork_server()
             raise KeyboardInterrupt
-        if not first:
-            raise CannotStartError(f"the fork server has not answered for {limit_s:g} s")
-        if isinstance(started, EOFError):
-            raise CannotStartError("the fork server has ended")
-        if isinstance(started, OSError):
-            raise CannotStartError(started.strerror or str(started))
-        if isinstance(started, BaseException):
-            raise started
 
     def stop(self) -> None:
         """End the processes that still run, and remove what they were writing."""
@@ -267,7 +252,6 @@ class Processes:
                 process.process.join(1.0)
         pids = [process.process.pid for process in self.by_rank.values()]
         worker.remove_leftovers([os.getpid(), *pids], self.args)
-        self.over.set()
 
 
 class Process:
@@ -405,10 +389,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.happened, self.told_to_end, self.handlers = False, False, {}
-
-    def fileno(self) -> int:
-        """Return what `connection.wait` waits for."""
-        return self.reader
+        self.unblock = None  # what to call where the main thread waits for something else
 
     def __enter__(self) -> "Interruption":
         self.reader, self.writer = os.pipe()
@@ -423,6 +404,8 @@ class Interruption:
         if not self.happened:
             self.happened = True
             os.write(self.writer, b"!")
+        if self.unblock:
+            self.unblock()
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self.handlers.items():

@@ -106,12 +106,12 @@ class Launcher:
         return value if isinstance(value, dict) else {}
 
     def watch(self, here: Mapping[int, Watched],
-              interruption: object | None = None) -> Failure | None:
+              interruption: int | None = None) -> Failure | None:
         """Wait until all is over.
 
         Args:
             here: `{rank: process}` of the ranks of this launcher.
-            interruption: what becomes ready on Ctrl-C.
+            interruption: a file that becomes readable on Ctrl-C.
 
         Returns:
             The `Failure` to blame, or None if every rank has left.
@@ -119,7 +119,7 @@ class Launcher:
         here, looked = dict(here), time.monotonic()
         while here or self.failures or self.needed():
             waitables = [process.sentinel for process in here.values()]
-            waitables += [interruption] if interruption else []
+            waitables += [] if interruption is None else [interruption]
             ready = connection.wait(waitables, BEAT_S)
             if interruption in ready:
                 return Failure(self.rank, "was interrupted")
