@@ -15,6 +15,7 @@ import pytest
 
 from tests.fault_table import KILLED, OF_A_LAUNCHER
 from tests.helpers import (
+    ENDS_S,
     SOON_S,
     children,
     command_of,
@@ -99,7 +100,7 @@ def test_fault_of_a_real_launcher(fault, tmp_path):
             elif run.poll() is None:
                 run.send_signal(getattr(signal, fault.split()[0]))
             time.sleep(0.005 * pause)
-        _, err = run.communicate(timeout=SOON_S)
+        _, err = run.communicate(timeout=ENDS_S)
         assert run.returncode == (-signal.SIGKILL if fault == "SIGKILL" else 130)
         assert err == ("" if fault == "SIGKILL" else "\ninterrupted; stopped 3 processes\n")
         nothing_left(run, tmp_path)
@@ -121,7 +122,7 @@ def test_interrupted_while_starting(children, method, tmp_path):
             os.killpg(run.pid, signal.SIGINT)
         else:
             os.kill(run.pid, signal.SIGTERM)
-        _, err = run.communicate(timeout=SOON_S)
+        _, err = run.communicate(timeout=ENDS_S)
         assert run.returncode == 130, err
         assert re.fullmatch(r"\ninterrupted; stopped (0|3) processes\n", err)
         nothing_left(run, tmp_path)
