@@ -98,10 +98,11 @@ KILLED = -9
 STOPPED_BOTH = "; stopped 2 other processes"
 FORK_SERVER = f"the fork server was killed{STOPPED_BOTH}"
 GONE = "ended: its launcher is gone"
+NOT_REACHED = r"cannot be reached: no sign of life for \d+ s"
 NOT_STARTED = "cannot start 1 process: the fork server has ended"
 NOT_WATCHED = "is not watched: the process beside it"
 
-# way in, phase -> rows. The run has two ranks, role0 and role1.
+# way in, phase -> rows. The run has two ranks, role0 and role1; in terminals, it happens in that of rank 1, or in "manual 0".
 OF_A_LAUNCHER = {
     ("local", "import"): [
         Beside("launcher SIGKILL", "the launcher is killed", "ランチャーがkillされる", status=KILLED),
@@ -154,12 +155,22 @@ OF_A_LAUNCHER = {
     ("manual", "run"): [
         Beside("launcher SIGKILL", "the launcher is killed", "ランチャーがkillされる", status=KILLED,
                others=rf"rank 1 \(role1\) {GONE}; stopped 1 other process"),
-        Beside("launcher SIGSTOP", "the launcher is frozen", "ランチャーが凍結する", by_silence=True,
+        Beside("launcher SIGSTOP", "the launcher is frozen, and woken when the others have ended",
+               "ランチャーが凍結し、ほかが終わってから再開する", by_silence=True,
                line=r"rank (0 \(role0\)|1 \(role1\)) .*", others=r"rank 1 \(role1\) cannot be reached: .*; stopped 1 other process"),
         Beside("fork server SIGKILL", "the fork server is killed", "フォークサーバーがkillされる",
                "the fork server was killed; stopped 1 other process", others="the fork server was killed; stopped 1 other process"),
         Beside("rank 1 exit", "a rank ends with status 0", "ランクが終了ステータス0で終わる",
                rf"rank 1 \(role1\) {BEFORE_THE_END}", others=rf"rank 1 \(role1\) {BEFORE_THE_END}; stopped 1 other process"),
+    ],
+    # That of rank 0 serves the store.
+    ("manual 0", "run"): [
+        Beside("launcher SIGKILL", "the launcher is killed", "ランチャーがkillされる", status=KILLED,
+               others=rf"rank 0 \(role0\) {GONE}; stopped 1 other process"),
+        Beside("launcher SIGSTOP", "the launcher is frozen, and woken when the others have ended",
+               "ランチャーが凍結し、ほかが終わってから再開する", by_silence=True,
+               line=rf"rank 1 \(role1\) {NOT_REACHED}; stopped 1 other process",
+               others=rf"rank 0 \(role0\) {NOT_REACHED}; stopped 1 other process"),
     ],
     ("torchrun", "run"): [
         Beside("agent SIGKILL", "torchrun is killed", "torchrunがkillされる", rf"rank \d \(role\d\) {GONE}", status=KILLED),

@@ -134,8 +134,9 @@ PHASES_TIMEOUT_S = 5.0
 
 
 def in_a_phase(way, phase):
-    """The commands of a run of tests/phases.py, that of rank 1 first: what happens, happens there."""
-    return commands(way, 2, "tests/phases.py", "--phase", phase, "--timeout", PHASES_TIMEOUT_S)[::-1]
+    """The commands of a run of tests/phases.py, that of the terminal first in which something happens."""
+    of_ranks = commands(way.removesuffix(" 0"), 2, "tests/phases.py", "--phase", phase, "--timeout", PHASES_TIMEOUT_S)
+    return of_ranks if way == "manual 0" else of_ranks[::-1]
 
 
 def pid_of(who, run, folder, phase):
