@@ -26,23 +26,35 @@ MAIN_PATH = "DISTRIBUTED_TUTORIALS_MAIN"
 ERROR = 2  # of TORCH_CPP_LOG_LEVEL
 
 
-def enter(rank: int, world_size: int, local_rank: int, local_world_size: int, init_method: str,
-          master_addr: str | None, together: bool, cores: int, timeout: float) -> None:
+def begin() -> None:
+    """Do what a worker needs from its first moment on, whoever started it."""
+    # Wait for 1 s, not 5, for a name server that does not answer. torch asks for the name of each
+    # address that it connects to, for its log. It takes 127.0.0.1 for an IPv6 address, which
+    # /etc/hosts does not have: where the network is away, or loses packets, a rank would start 5 to
+    # 30 s late. glibc reads this when a thread asks for the first time.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+    wake_with_parent()  # not torch's SIGINT: the heartbeat cleans up before it ends
+    # Where C++ crashes or aborts, print the lines in which this thread was.
+    faulthandler.enable(file=2, all_threads=False)
+    quiet_cpp()
+
+
+def enter(args: Namespace, rank: int, local_rank: int, local_world_size: int, init_method: str,
+          cores: int) -> None:
     """Bring this process into the state that every worker is in, whoever started it.
 
     Args:
-        rank, world_size: of this process, and of all processes.
-        local_rank, local_world_size: the same on this machine alone.
+        args: the parsed flags.
+        rank: of this process.
+        local_rank, local_world_size: its rank, and how many there are, on this machine alone.
         init_method: where the processes meet, for `common.session`.
-        master_addr: the machine of rank 0, if there are several machines.
-        together: whether one command has started all ranks.
         cores: how many this machine has for them (joblib's `cpu_count`: not all in a container).
-        timeout: seconds that any wait for another process may take.
     """
+    under_torchrun = init_method == "env://"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "INIT_METHOD")
-    values = (rank, world_size, local_rank, local_world_size, init_method)
+    values = (rank, args.world_size, local_rank, local_world_size, init_method)
     os.environ.update(zip(names, map(str, values), strict=True))
-    if init_method.startswith("tcp://"):
+    if not under_torchrun:
         # torch's word for: a launcher serves the store at that address, no rank.
         host, _, port = init_method.removeprefix("tcp://").rpartition(":")
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR=host, MASTER_PORT=port)
@@ -50,33 +62,26 @@ def enter(rank: int, world_size: int, local_rank: int, local_world_size: int, in
     # several, gloo and RPC would listen where the machine's own name points to, on many systems
     # loopback, where nobody can reach them.
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    interface = loopback if local_world_size == world_size else interface_towards(master_addr)
+    interface = (loopback if local_world_size == args.world_size
+                 else interface_towards(os.environ["MASTER_ADDR"]))
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         if interface is not None:
             os.environ.setdefault(name, interface)
+    together = args.rank is None and not under_torchrun  # one command has started all ranks
     if transports := rpc_transports(local_world_size, cores, together):
         os.environ.setdefault("RPC_TRANSPORTS", transports)
     # Every process would take all cores otherwise: the largest single cost of RPC examples on small
     # machines.
     torch.set_num_threads(users_threads() or max(1, cores // local_world_size))
     # Of groups made without a time-out: those of a DeviceMesh, which takes none, and new_group's.
-    distributed_c10d.default_pg_timeout = timedelta(seconds=timeout)
-    distributed_c10d.default_pg_nccl_timeout = timedelta(seconds=timeout)
+    distributed_c10d.default_pg_timeout = timedelta(seconds=args.timeout)
+    distributed_c10d.default_pg_nccl_timeout = timedelta(seconds=args.timeout)
     quiet()
+    reproducible(args)
     # RPC prints every exception where it was raised, also those that only follow from another one.
     # The launcher prints the one that counts, which has come back to the caller. (Without this
     # private name, it would be printed twice.)
     rpc.internal.print = lambda *_, **__: None
-
-
-def ask_briefly() -> None:
-    """Let this process wait for 1 s, not 5, for a name server that does not answer.
-
-    torch asks for the name of each address that it connects to, for its log. It takes 127.0.0.1 for
-    an IPv6 address, which /etc/hosts does not have: where the network is away, or loses packets, a
-    rank would start 5 to 30 s late. glibc reads this when a thread asks for the first time.
-    """
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 
 def rpc_transports(local_world_size: int, cores: int, together: bool) -> str | None:
@@ -89,11 +94,6 @@ def rpc_transports(local_world_size: int, cores: int, together: bool) -> str | N
     became up to twice as slow. There it is TCP alone (uv).
     """
     return "uv" if local_world_size > cores and not together else None
-
-
-def show_crashes() -> None:
-    """Print the lines in which this thread was, where C++ crashes or aborts."""
-    faulthandler.enable(file=2, all_threads=False)
 
 
 def reproducible(args: Namespace) -> None:

@@ -339,10 +339,7 @@ def run_rank(index: int, run_worker: Callable, args: Namespace, ranks: list[int]
     for descriptor, stream in enumerate(streams, start=1):
         os.dup2(stream.fileno(), descriptor)
         stream.close()
-    environment.ask_briefly()
-    environment.wake_with_parent()  # not torch's SIGINT: the heartbeat cleans up before it ends
-    environment.quiet_cpp()
-    environment.show_crashes()
+    environment.begin()
     # Ctrl-C ends it even inside C++; the launcher prints the message.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -358,10 +355,7 @@ def run_rank(index: int, run_worker: Callable, args: Namespace, ranks: list[int]
     heartbeat.connect(store)
     worker.watch_calls(heartbeat)
     try:
-        environment.enter(ranks[index], args.world_size, *_place(index, args, ranks), init_method,
-                          args.master_addr, together=args.rank is None, cores=cores,
-                          timeout=args.timeout)
-        environment.reproducible(args)
+        environment.enter(args, ranks[index], *_place(index, args, ranks), init_method, cores)
         result = run_worker(ranks[index], args.world_size, args)
         pieces = 0 if result is None else channel.write_result(store, ranks[index], result)
         heartbeat.leave(pieces)

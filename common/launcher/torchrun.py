@@ -32,15 +32,10 @@ def be_one_rank(run_worker: Callable, args: Namespace, names: list[str]) -> dict
     """Run `run_worker` in this process, watched over; see `common.launcher.launch`."""
     global _launches
     _launches += 1
-    environment.ask_briefly()
+    environment.begin()
     me, local_rank, local_world_size = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    environment.enter(me, args.world_size, local_rank, local_world_size, "env://",
-                      os.environ["MASTER_ADDR"], together=False, cores=joblib.cpu_count(),
-                      timeout=args.timeout)
-    environment.wake_with_parent()
-    environment.show_crashes()
-    environment.reproducible(args)
+    environment.enter(args, me, local_rank, local_world_size, "env://", joblib.cpu_count())
     neighbours = range(me - local_rank, me - local_rank + local_world_size)
     address, listener, store = _meet(me, args, local_world_size == args.world_size)
     watcher = Watcher(me, args, names, neighbours, address, listener)

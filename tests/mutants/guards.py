@@ -56,7 +56,7 @@ MUTANTS = [
     accepted("an infinite loss", "common/report.py", "not math.isfinite(loss)", "tests/test_reports.py::test_a_training_that_diverges"),
     # Who is to blame, and when.
     Mutant("the groups of a mesh wait for half an hour", "common/launcher/environment.py",
-           "distributed_c10d.default_pg_timeout = timedelta(seconds=timeout)", "pass",
+           "distributed_c10d.default_pg_timeout = timedelta(seconds=args.timeout)", "pass",
            test=f"{FAULTS}::test_only_waiting_tells"),
     Mutant("who is silent is never blamed", WATCH, "[silent(rank, age)] if age > seconds and not done else []", "[]",
            test=SILENT),
