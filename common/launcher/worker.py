@@ -21,6 +21,7 @@ import torch.distributed as dist
 from common.launcher import watch
 from common.launcher.channel import BEAT_S, in_thread, ours
 from common.launcher.watch import ROOT
+from common.limits import shortened
 from torch.distributed import rpc
 
 # What no message names: it stands around the lesson's lines.
@@ -57,6 +58,7 @@ class Heartbeat(threading.Thread):
         self.rank, self.unwatched, self.args, self.store = rank, unwatched, args, None
         self.status = {"beat": 0, "failure": None, "left": False, "pieces": 0}
         self.lock, self.calls = threading.Lock(), 0  # calls: those of other ranks, over RPC
+        self.moved = []  # see `look`
         self.failed_at = None  # where, once it has failed: from then on it is elsewhere
 
     def connect(self, store: dist.Store) -> None:
@@ -74,20 +76,32 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         """Beat until the end; `connect` has done so for the first time."""
-        seen = None  # `now`, at the last beat
         while not self.unwatched(BEAT_S):
-            changes, now = {}, (self.calls, cpu_time_alone())
-            if None in now or now != seen:  # else all is where it was
-                frames = stacks()
-                # The last one, while it ends.
-                at = self.failed_at or position(frames) or self.status.get("at")
-                changes = {"at": at, "moved": [self.calls, *movement(frames)]}
-                del frames  # and what they hold of the rank's
-            seen = now
-            self.write(**changes)
+            self.write(**self.look())
         self.write(failure=watch.Failure(self.rank, "ended: its launcher is gone"))
         remove_leftovers([os.getpid()], self.args)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def look(self) -> dict:
+        """Return where this rank is, and what has moved in it; {} if all is where it was.
+
+        `moved` stays the same as long as no Python thread of this process moves: the number of
+        calls, the CPU time of the main thread, and where the others are, for a call that spans a
+        training runs in one of those. Without others, their frames need not be read: a rank that
+        waits in a collective should cost nothing.
+        """
+        main, me = threading.main_thread().ident, threading.get_ident()
+        now = [self.calls, cpu_time(main) or time.monotonic_ns()]
+        if sys._current_frames().keys() <= {main, me} and [*now, hash(())] == self.moved:
+            return {}
+        frames = stacks()
+        del frames[me]
+        others = [(thread, frame.f_lasti) for thread in frames if thread != main
+                  for frame, _ in frames[thread]]
+        self.moved = [*now, hash(tuple(others))]
+        # The last one, while it ends.
+        at = self.failed_at or position(frames) or self.status.get("at")
+        return {"at": at, "moved": self.moved}
 
     def fail(self, error: BaseException) -> None:
         """Report that this rank ends by an exception."""
@@ -148,43 +162,13 @@ def position(frames: Mapping[int, list[tuple[FrameType, int]]]) -> str | None:
     a call of another rank is.
 
     Args:
-        frames: of `stacks`.
+        frames: of `stacks`, without this thread's.
     """
-    main, me = threading.main_thread().ident, threading.get_ident()
+    main = threading.main_thread().ident
     waits = any(frame.f_code.co_name == "shutdown" for frame, _ in frames[main])
-    calls = [frames[thread] for thread in frames if thread not in (main, me)] if waits else []
+    calls = [frames[thread] for thread in frames if thread != main] if waits else []
     found = [innermost(thread) for thread in (*calls, frames[main])]
     return next(filter(None, found), None)
-
-
-def movement(frames: Mapping[int, list[tuple[FrameType, int]]]) -> list[int]:
-    """Return a list that stays the same as long as no Python thread of this process moves.
-
-    It is the CPU time of the main thread, and where the others are: a call that spans a training
-    runs in one of those.
-
-    Args:
-        frames: of `stacks`.
-    """
-    main, me = threading.main_thread().ident, threading.get_ident()
-    spent = cpu_time(main)
-    if spent is None:
-        return [time.monotonic_ns()]
-    places = [(thread, frame.f_lasti) for thread in frames if thread not in (main, me)
-              for frame, _ in frames[thread]]
-    return [spent, hash(tuple(places))]
-
-
-def cpu_time_alone() -> int | None:
-    """Return the CPU time of the main thread, in ns, if no other one but this runs Python.
-
-    As long as it stays the same, so does all that `stacks` would read, and this costs little: a
-    rank that waits in a collective should cost nothing.
-    """
-    main, me = threading.main_thread().ident, threading.get_ident()
-    if not sys._current_frames().keys() <= {main, me}:
-        return None
-    return cpu_time(main)
 
 
 def cpu_time(thread: int) -> int | None:
@@ -259,12 +243,12 @@ def failure_of(rank: int, error: BaseException, timeout: float) -> watch.Failure
         return watch.Failure(rank, watch.exited(status))
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return watch.Failure(rank, "cannot print: nobody reads its output any more")
-    whole = shortened("".join(traceback.format_exception(error)).rstrip())
+    whole = shortened("".join(traceback.format_exception(error)).rstrip(), LONGEST)
     message, kind = str(error), type(error).__name__
     origin = origin_of(message)
     if origin:
         rank, kind, message = int(origin["rank"]), origin["kind"], origin["message"]
-    message = shortened(message.rstrip(")").strip("\"'") if origin else message)
+    message = shortened(message.rstrip(")").strip("\"'") if origin else message, LONGEST)
     if kind in IN_WORDS:  # which say all
         return watch.Failure(rank, message)
     if kind == "TimeoutError" and message.startswith("timed out: "):  # and for whom: a lesson's own
@@ -274,14 +258,10 @@ def failure_of(rank: int, error: BaseException, timeout: float) -> watch.Failure
     if not noticed:
         return watch.Failure(rank, f"raised {kind}", traceback=whole)
     if kind != "TimeoutError" and SAYS_WAITED.search(message):
-        at = innermost(reversed([*traceback.walk_tb(error.__traceback__)]))
-        if origin:  # the traceback from there
-            lines = [f"{path}:{line}" for path, line in PLACE.findall(whole) if is_ours(path)]
-            at = lines[-1].removeprefix(f"{ROOT}/") if lines else None
         if waited := re.search(r"waiting (\d+)ms", message):  # gloo's own limit may be another one
             timeout = int(waited[1]) / 1000
-        return watch.Failure(rank, f"has waited for {timeout:g} s{watch.described(at)}",
-                             watch.WAITED, whole)
+        at = watch.described(last_place(whole))
+        return watch.Failure(rank, f"has waited for {timeout:g} s{at}", watch.WAITED, whole)
     return watch.Failure(rank, f"raised {kind}", watch.NOTICED, whole)
 
 
@@ -294,11 +274,10 @@ def origin_of(message: str) -> re.Match | None:
     return None
 
 
-def shortened(text: str) -> str:
-    """Return a text without its middle, if it is too long to be sent."""
-    if len(text) <= LONGEST:
-        return text
-    return f"{text[:LONGEST // 2]}\n[...]\n{text[-LONGEST // 2:]}"
+def last_place(text: str) -> str | None:
+    """Return the last line of this repository in a traceback, like `innermost`."""
+    places = [f"{path}:{line}" for path, line in PLACE.findall(text) if is_ours(path)]
+    return places[-1].removeprefix(f"{ROOT}/") if places else None
 
 
 def _nobody_reads() -> bool:
