@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 import time
 import traceback
 import warnings
@@ -115,7 +114,7 @@ class Watcher:
         if self.pid == 0:
             self.link.close()
             try:
-                watch_over(Parent(me, args, theirs), args, names, neighbours, address, listener)
+                watch_over(Parent(me, args, theirs), names, neighbours, address, listener)
             except BaseException:
                 traceback.print_exc()
             os._exit(0)
@@ -165,8 +164,20 @@ class Parent:
     """
 
     def __init__(self, rank: int, args: Namespace, link: socket.socket) -> None:
-        self.rank, self.args, self.link, self.stopping = rank, args, link, False
-        self.pid, self.sentinel = os.getppid(), link
+        self.rank, self.args, self.sentinel, self.stopping = rank, args, link, False
+        self.pid = os.getppid()
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, self._stop)  # torchrun stops the rank; we end after it
+
+    def _stop(self, *_: object) -> None:
+        self.stopping = True
+
+    def beat(self) -> None:
+        """Let the rank know that this process lives, until it ends."""
+        with contextlib.suppress(OSError):
+            while True:
+                self.sentinel.send(b".")
+                time.sleep(BEAT_S)
 
     def gone(self) -> bool:
         """Return whether it has ended; the sentinel does not fail."""
@@ -183,49 +194,33 @@ class Parent:
                and time.monotonic() < deadline):
             time.sleep(BEAT_S / 10)
 
-    def remove_leftovers(self) -> None:
-        """Remove what it was writing when it was killed."""
-        worker.remove_leftovers([self.pid], self.args)
-
     def failure(self) -> watch.Failure:
         """Remove what it was writing; return how it ended.
 
         It is removed now, not with the verdict: torchrun may be over before there is one. What
         torchrun does itself, such as to stop a rank, it also reports itself.
         """
-        self.remove_leftovers()
+        worker.remove_leftovers([self.pid], self.args)
         if self.stopping:
             return watch.Failure(self.rank, "was stopped", watch.NOTICED)
         return watch.Failure(self.rank, "died; torchrun shows how")
 
 
-def watch_over(parent: Parent, args: Namespace, names: list[str], neighbours: range,
+def watch_over(parent: Parent, names: list[str], neighbours: range,
                address: tuple[str, int], listener: socket.socket | None) -> None:
     """Be the process that watches over a rank."""
-    def stop(*_):
-        parent.stopping = True
-
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, stop)  # torchrun stops the rank; we end after it
     environment.wake_with_parent()
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    me = parent.rank
-    launcher = watch.launcher_of(me, channel.open_store(*address, listener), names, args.timeout,
-                                 max(args.timeout, channel.START_S))
-
-    def beat():
-        with contextlib.suppress(OSError):
-            while True:
-                parent.link.send(b".")
-                time.sleep(BEAT_S)
-
-    threading.Thread(target=beat, daemon=True).start()
+    me, timeout = parent.rank, parent.args.timeout
+    launcher = watch.launcher_of(me, channel.open_store(*address, listener), names, timeout,
+                                 max(timeout, channel.START_S))
+    channel.in_thread(parent.beat)
     verdict = launcher.watch({me: parent})
-    # One line on each machine: from beside the rank to blame, or where that is not here, from the
-    # first one. None if torchrun has begun to end all ranks: it shows why.
     if verdict is None:
         launcher.close(None)
         return
+    # One line on each machine: from beside the rank to blame, or where that is not here, from the
+    # first one. None if torchrun has begun to end all ranks: it shows why.
     reporter = verdict.rank if verdict.rank in neighbours else neighbours[0]
     if me == reporter and not parent.stopping:
         watch.report(verdict, names)
@@ -233,8 +228,8 @@ def watch_over(parent: Parent, args: Namespace, names: list[str], neighbours: ra
     if me != reporter:  # torchrun takes the first rank that ends for the cause, and ends the others
         parent.wait(5.0, also_stopping=True)
     with contextlib.suppress(OSError):
-        parent.link.send(b"!")  # the rank ends
+        parent.sentinel.send(b"!")  # the rank ends
     parent.wait(3.0)
     if parent.lives():  # frozen; torchrun would wait for half a minute
         os.kill(parent.pid, signal.SIGKILL)
-    parent.remove_leftovers()
+    worker.remove_leftovers([parent.pid], parent.args)
