@@ -55,7 +55,8 @@ def enter(args: Namespace, rank: int, local_rank: int, local_world_size: int, in
     values = (rank, args.world_size, local_rank, local_world_size, init_method)
     os.environ.update(zip(names, map(str, values), strict=True))
     if not under_torchrun:
-        # torch's word for: a launcher serves the store at that address, no rank.
+        # torch's word for: a launcher serves the store at that address, no rank. (It is not
+        # documented. Without it, rank 0 would serve one, too, at a port that is taken.)
         host, _, port = init_method.removeprefix("tcp://").rpartition(":")
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR=host, MASTER_PORT=port)
     # RPC executes what it is sent: on one machine it must not listen where others can reach it. On
@@ -74,6 +75,7 @@ def enter(args: Namespace, rank: int, local_rank: int, local_world_size: int, in
     # machines.
     torch.set_num_threads(users_threads() or max(1, cores // local_world_size))
     # Of groups made without a time-out: those of a DeviceMesh, which takes none, and new_group's.
+    # (Under other names, these would have no effect: such groups would wait for half an hour.)
     distributed_c10d.default_pg_timeout = timedelta(seconds=args.timeout)
     distributed_c10d.default_pg_nccl_timeout = timedelta(seconds=args.timeout)
     quiet()
@@ -142,7 +144,8 @@ def _show_unless_known(show: Callable, message: object, *where, **options) -> No
 def wake_with_parent() -> None:
     """Let the system wake this process, if it is frozen, when its parent ends: it then ends, too.
 
-    On Linux. (Without these private names, what is frozen would stay when a launcher is killed.)
+    On Linux. (If torch's private name goes, no worker starts. Without what it does, a frozen one
+    would stay when its launcher is killed; without the others, so would its fork server.)
     """
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGCONT)
     # The fork server gives this to each of its children, and ends only when nobody has it any more.

@@ -33,7 +33,7 @@ STOP_GRACE_S = 3.0  # a process that is killed is gone by then
 IMPORT_S = 8.0  # a tight --timeout is not for the seconds in which another terminal imports torch
 LONGEST_TEMPDIR = 70  # bytes: the name of a Unix socket has 107, of which 32 come after the folder
 # What every worker imports, the last one when it makes its first optimizer. The fork server does so
-# once for all.
+# once for all. (If that private one goes, it is passed over: each worker imports it for itself.)
 PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo"]
 
 
@@ -292,11 +292,13 @@ class Process:
 
 def start_fork_server(run_worker: Callable) -> None:
     """Start it unless it is there: a later launch of this Python process costs only the forks."""
-    config = current_process()._config  # where multiprocessing keeps its temporary folder
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPDIR and "tempdir" not in config:
-        # The name of its socket would be too long for the system.
-        folder = config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
-        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPDIR:
+        # The name of its socket would be too long for the system. This is where multiprocessing
+        # keeps its temporary folder. (Without this private name, such a run would not start.)
+        config = current_process()._config
+        if "tempdir" not in config:
+            folder = config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+            util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
     main = getattr(sys.modules["__main__"], "__file__", None)
     modules = [*PRELOAD, run_worker.__module__, "common.launcher.fork_server"]
     os.environ[environment.MAIN_PATH] = main if main and run_worker.__module__ == "__main__" else ""
@@ -323,7 +325,10 @@ def end_fork_server() -> None:
 
 
 def report_s() -> float:
-    """Return within how many seconds the fork server reports an end: 0 if it is frozen."""
+    """Return within how many seconds the fork server reports an end: 0 if it is frozen.
+
+    (Without this private name, a run with a frozen one would end 3 s later for each of its ranks.)
+    """
     with suppress(psutil.Error):
         pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
         if pid and psutil.Process(pid).status() == psutil.STATUS_STOPPED:

@@ -91,6 +91,7 @@ class Heartbeat(threading.Thread):
         waits in a collective should cost nothing.
         """
         main, me = threading.main_thread().ident, threading.get_ident()
+        # `_current_frames` is private: see `stacks`.
         now = [self.calls, cpu_time(main) or time.monotonic_ns()]
         if sys._current_frames().keys() <= {main, me} and [*now, hash(())] == self.moved:
             return {}
