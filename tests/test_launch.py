@@ -415,6 +415,15 @@ def test_a_launcher_leaves_a_slow_store(monkeypatch):
     assert store.written[-1]["left"]
 
 
+def test_a_launcher_does_not_wait_for_a_silent_store(monkeypatch):
+    """That has not answered for --timeout; the run would end later than the pages say."""
+    board, asked = channel.Board(dist.HashStore(), ["verdict"], "launcher/1"), []
+    board.answered -= 60
+    monkeypatch.setattr(board, "exchange", lambda: asked.append(board.status["left"]))
+    board.take_leave(left=True)
+    assert asked == [True]
+
+
 @pytest.mark.parametrize("words", [b"[" * 60_000, b"{", b"\xff" * 16, b"7"])
 def test_what_a_stranger_writes_is_no_word_of_a_rank(words):
     """Neither does it end the launcher, nor is it taken for a status."""

@@ -180,9 +180,10 @@ class Board:
         self.at = {key: max(at, time.monotonic()) for key, at in self.at.items()}
 
     def take_leave(self, **changes: object) -> None:
-        """Write the own status for the last time, also where the store is slow."""
+        """Write the own status for the last time, also where the store is slow, but not silent."""
         self.status |= changes
-        written, deadline = False, time.monotonic() + 5 * BEAT_S
-        while not written and time.monotonic() < deadline:
+        while True:
             asks = self._reply is None  # else this is the reply to what was asked before
             written = self.exchange() and asks
+            if written or time.monotonic() > self.answered + 5 * BEAT_S:
+                return

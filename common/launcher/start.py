@@ -208,8 +208,8 @@ class Processes:
             import joblib  # here, while the fork server imports torch
 
             # A forked worker has the fork server's environment and output, which may be others.
-            streams = [connection.Connection(os.dup(number), readable=False)
-                       for number in (1, 2)]  # of the files that can be sent, the simplest one
+            streams = [connection.Connection(os.dup(number), readable=False)  # which can be sent
+                       for number in (1, 2)]
             job = (run_worker, self.args, ranks, init_method, joblib.cpu_count(), dict(os.environ),
                    streams)
             worker.flush()
