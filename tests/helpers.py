@@ -108,7 +108,7 @@ def _environment(cold, environ):
 
 
 def children(pid):
-    """Process ids of the children of a process, oldest first; the launcher starts them in a thread."""
+    """Process ids of the children of a process, oldest first, whichever of its threads has started them."""
     found = []
     for of_thread in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
