@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ import socket
 import sys
 import time
 import weakref
+from multiprocessing import forkserver
 from types import SimpleNamespace
 
 import joblib
@@ -189,6 +191,28 @@ def test_start_method(method, monkeypatch, tmp_path, capfd):
     assert (note["parent"] == os.getpid()) == (method == "spawn")
     again = launch(take_note, parse("--start_method", method, world_size=1), role_name)
     assert again["parent"] == note["parent"]  # the same fork server: a second launch costs only the forks
+
+
+def test_interrupted_between_two_ranks(monkeypatch, capfd):
+    """The fork server is killed, and the rest is started by another one, which must not import torch for that."""
+    popen = multiprocessing.context.ForkServerProcess._Popen
+    launch(take_note, parse(world_size=1), role_name)  # there is a fork server
+    preloaded = []
+
+    def interrupt_after(process):
+        preloaded.append(bool(forkserver._forkserver._preload_modules))
+        started = popen(process)
+        if len(preloaded) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)  # it ends
+        return started
+
+    monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "_Popen", staticmethod(interrupt_after))
+    with pytest.raises(SystemExit) as stop:
+        launch(take_note, parse(), role_name)
+    assert stop.value.code == 130
+    assert preloaded == [True, False]
+    assert capfd.readouterr().err == "\ninterrupted; stopped 2 processes\n"
 
 
 def test_out_of_files(monkeypatch, tmp_path, capfd):

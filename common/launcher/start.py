@@ -192,12 +192,17 @@ class Processes:
             KeyboardInterrupt: if `interruption` comes first.
         """
         method, before = self.args.start_method, set(multiprocessing.active_children())
-        # Who waits for a fork server that is frozen goes on when it is killed.
         limit_s, started = channel.START_S + self.args.timeout, time.monotonic()
-        late = threading.Timer(limit_s, end_fork_server)
+
+        def give_up():
+            """Kill the fork server: who waits for one that is frozen, or imports, goes on."""
+            forkserver.set_forkserver_preload([])  # if the next rank starts another one, at once
+            end_fork_server()
+
+        late = threading.Timer(limit_s, give_up)
         late.daemon = True
         late.start()
-        interruption.unblock = end_fork_server
+        interruption.unblock = give_up
         try:
             resource_tracker.ensure_running()  # now: as it starts, it unblocks the signals
             # Inherited: no worker ends, with a traceback, half started.
