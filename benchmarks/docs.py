@@ -131,10 +131,10 @@ WORDS = {  # column titles and cells of the tables
            "others": "other terminals: ", "comma": ", ",
            "ranks": "{n} ranks: {size}", "ring": "ring", "shared_memory": "shared memory",
            "shared_memory_copied": "shared memory, copied there and back", "mpi": "Open MPI",
-           "replay": "![What each process does over time, in a recorded run; the arrows are "
-                     "messages]({picture})\n\n**Message by message.** `python -m common.tracing "
-                     "{flags}` writes `replay.html` beside its results. It shows for each\n"
-                     "message the line that "
+           "picture": "![What each process does over time, in a recorded run; the arrows are "
+                      "messages]({picture})",
+           "replay": "**Message by message.** `python -m common.tracing {flags}` writes "
+                     "`replay.html` beside its results. It shows for each\nmessage the line that "
                      "sent it and what every process waits for ([a recorded run]({link}), played "
                      "in the site of `make site`)."},
     "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点",
@@ -152,8 +152,8 @@ WORDS = {  # column titles and cells of the tables
            "others": "ほかのターミナル：", "comma": "、",
            "ranks": "{n}ランク：{size}", "ring": "リング", "shared_memory": "共有メモリー",
            "shared_memory_copied": "共有メモリー（コピーあり）", "mpi": "Open MPI",
-           "replay": "![記録した実行での各プロセスの動き。矢印はメッセージ]({picture})\n\n"
-                     "**1通ずつたどる。** `python -m common.tracing {flags}`が結果の"
+           "picture": "![記録した実行での各プロセスの動き。矢印はメッセージ]({picture})",
+           "replay": "**1通ずつたどる。** `python -m common.tracing {flags}`が結果の"
                      "フォルダーに作る`replay.html`をブラウザーで開くと、\nメッセージごとに、それを送ったコードの行と、各プロセスが何を待っているかが分かります"
                      "（[記録の例]({link})。`make site`で作るサイトでは、そのまま再生できます）。"},
 }
@@ -305,7 +305,9 @@ def replay(name, language, folder):
     """The picture of a run, and a sentence that leads to its replay."""
     link = os.path.relpath(outputs.replay_of(name), folder)
     picture = link.replace(".json", ".png" if language == "en" else f".{language}.png")
-    return WORDS[language]["replay"].format(link=link, picture=picture, flags=outputs.REPLAYS[name])
+    words = [WORDS[language][word] for word in ("picture", "replay")]
+    return "\n\n".join(words[name in outputs.ONLY_WAITING:]).format(
+        link=link, picture=picture, flags=outputs.REPLAYS[name])
 
 
 def fenced(text, language=""):

@@ -102,16 +102,16 @@ def test_picture_and_trace(tmp_path):
 
 
 def test_arrows_in_the_picture():
-    """Messages between lanes that leave in the window: not those of collectives, nor too many."""
+    """Messages between lanes within the window: not those of collectives, nor too many."""
     def arrow(left, came=5, target=1, op=0):
         return {"source": 0, "target": target, "left": left, "came": came, "op": op}
 
     shown = [arrow(2), arrow(3)]
     recorded = {"ops": [{"kind": "send"}, {"kind": "collective"}],
-                "arrows": [*shown, arrow(1), arrow(4), arrow(2, came=None), arrow(2, target=0), arrow(2, op=1)]}
-    assert page._arrows_in(recorded, [(2, 4)]) == shown
+                "arrows": [*shown, arrow(1), arrow(2, came=7), arrow(2, came=None), arrow(2, target=0), arrow(2, op=1)]}
+    assert page._arrows_in(recorded, [(2, 6)]) == shown
     recorded["arrows"] += [arrow(2)] * page.MOST_ARROWS
-    assert page._arrows_in(recorded, [(2, 4)]) == []
+    assert page._arrows_in(recorded, [(2, 6)]) == []
 
 
 def test_a_wait_in_a_bar():
@@ -134,8 +134,9 @@ def test_a_wait_in_a_bar():
 def test_what_is_shown_first():
     """The last steps of the role that is through first, which the others complete; of long ones, the last bars."""
     few = {"rank0": spans(*((i, i + 1) for i in range(9)), kind="step"), "master": [],
-           "rank1": spans(*((i, i + 1.5) for i in range(12)), kind="step")}
-    assert record.shown_first(few) == {"": (6.5, 9.5)}
+           "rank1": spans(*((i, i + 1.25) for i in range(12)), kind="step"),
+           "rank2": spans(*((i, i + 0.9) for i in range(12)), kind="step")}
+    assert record.shown_first(few) == {"": (6.25, 9.25)}
     many = {"agent": spans((50, 51), (100, 101), kind="step"), "observer1": spans(*((i, i + 1) for i in range(100)))}
     assert record.shown_first(many) == {"": (100 - record.BARS_SHOWN, 101)}
     assert record.shown_first({"agent": spans((0, 1), kind="step")}) is record.shown_first({"agent": []}) is None

@@ -81,15 +81,19 @@ def _lanes(record: dict, end: float) -> dict[str, list[dict]]:
 
 
 def _arrows_in(record: dict, windows: Iterable[Window]) -> list[dict]:
-    """Return the messages from one lane to another that leave in a window; none of too many.
+    """Return the messages from one lane to another within a window; none of too many.
 
     Not those of collectives: in which all wait for all, as the bars of that show.
     """
     arrows = [arrow for arrow in record["arrows"] if arrow["came"] is not None
               and arrow["source"] != arrow["target"]
               and record["ops"][arrow["op"]]["kind"] != "collective"
-              and any(start <= arrow["left"] < end for start, end in windows)]
+              and any(_is_in(arrow, window) for window in windows)]
     return arrows if len(arrows) <= MOST_ARROWS else []
+
+
+def _is_in(arrow: dict, window: Window) -> bool:
+    return window[0] <= arrow["left"] and arrow["came"] <= window[1]
 
 
 def _innermost(spans: list[dict]) -> list[dict]:
@@ -187,11 +191,11 @@ def _draw(spans_by_role: dict[str, list[dict]], arrows: list[dict], title: str,
             axes.text(0, y - 0.12, caption, va="bottom", fontsize=9,
                       fontweight=axes.title.get_fontweight())
             for arrow in arrows:
-                if window[0] <= arrow["left"] < window[1]:
+                if _is_in(arrow, window):
                     source, target = y + 0.5 + arrow["source"], y + 0.5 + arrow["target"]
                     edge = math.copysign(wide / 2, target - source)
                     axes.annotate("", (arrow["came"] - window[0], target - edge),
-                                  (arrow["left"] - window[0], source + edge), annotation_clip=False,
+                                  (arrow["left"] - window[0], source + edge),
                                   arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 0.8,
                                               "mutation_scale": 8, "shrinkA": 0, "shrinkB": 0})
             for role, of_role in spans_by_role.items():

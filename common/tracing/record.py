@@ -32,7 +32,7 @@ from torch.distributed import rpc
 
 RECORD = "record"  # the folder in which the processes of a run leave what they have recorded
 STEPS_SHOWN = 3  # at first: the last ones
-BARS_SHOWN = 25  # at first, of a process: the last ones, where steps are long
+BARS_SHOWN = 16  # at first, of a process: the last ones, where steps are long
 
 
 class Traced:
@@ -164,9 +164,9 @@ def shown_first(spans_by_role: dict[str, list[dict]],
     ends = [span["end"] for span in steps if (span["where"], span["labels"])
             == (steps[-1]["where"], steps[-1]["labels"])][-STEPS_SHOWN - 1 :]
 
-    def until(time):  # all roles have made the step in which they are then
-        return max(min((span["end"] for span in of_role if span["end"] >= time), default=time)
-                   for of_role in of_roles)
+    def until(time):  # all roles have made the step that ends about then
+        return max(min((span["end"] for span in of_role), key=lambda end: abs(end - time))
+                   for of_role in of_roles if of_role)
 
     if not ends:
         return None
