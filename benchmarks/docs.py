@@ -306,7 +306,7 @@ def replay(name, language, folder):
     link = os.path.relpath(outputs.replay_of(name), folder)
     picture = link.replace(".json", ".png" if language == "en" else f".{language}.png")
     words = [WORDS[language][word] for word in ("picture", "replay")]
-    return "\n\n".join(words[name in outputs.ONLY_WAITING:]).format(
+    return "\n\n".join(words[name in outputs.WITHOUT:]).format(
         link=link, picture=picture, flags=outputs.REPLAYS[name])
 
 

@@ -83,7 +83,8 @@ REPLAYS = {  # program and flags of runs that are short enough to be followed me
                           "--blocks 1",
     "transformer_zero": "transformer_parallel/zero.py --ways zero3 --steps 2 --blocks 2",
 }
-ONLY_WAITING = ("collectives", "deadlock", "deadlock_rpc", "p2p")  # no picture worth looking at
+# No picture is kept: they only wait, or the page has one of a longer run.
+WITHOUT = ("collectives", "deadlock", "deadlock_rpc", "p2p", "batch_update", "pipeline")
 FIRST, LAST = 3, 12  # lines of a longer output that are kept
 
 
@@ -122,7 +123,7 @@ def record(name):
         assert done.returncode == name.startswith("deadlock"), (name, done.stderr.decode())
         replay_of(name).parent.mkdir(exist_ok=True)
         replay_of(name).write_text(replay.data_of(Path(folder, "replay.html").read_text()) + "\n")
-        for picture in Path(folder).glob("timeline*.png") if name not in ONLY_WAITING else ():
+        for picture in Path(folder).glob("timeline*.png") if name not in WITHOUT else ():
             kept = picture.name.replace("timeline", name)
             replay_of(name).with_name(kept).write_bytes(picture.read_bytes())
 
