@@ -100,7 +100,7 @@ def build_parser():
         metavar="N", help="how many train")
     add("--epochs", type=count, default=6, metavar="N", help="of each training")
     default_of = lesson.build_parser().get_default
-    for name, kind in (("batch_size", int), ("lr", float), ("timeout", float)):
+    for name, kind in (("batch_size", count), ("lr", bounded(float, above=0)), ("timeout", float)):
         add(f"--{name}", type=kind, default=default_of(name), metavar="X", help="as in the lesson")
     add_data_flags(parser)
     return parser

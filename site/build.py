@@ -160,7 +160,7 @@ class Site:
         if file.is_dir():  # its first file
             file = min(path for path in file.iterdir() if path.is_file())
             there = file.relative_to(ROOT).as_posix()
-        if file.parent.name == "replays":  # the data of one
+        if file.parent.name == "replays" and file.suffix == ".json":  # the data of one
             page = self.folder / "docs/files" / there
             page.parent.mkdir(parents=True, exist_ok=True)
             page.with_suffix(".html").write_text(replay.page_of(file.read_text()))
