@@ -179,6 +179,7 @@ QUICK = ("rpc_rl.fast", "ddp_rpc_hybrid.main", "rpc_rnn.main", "p2p_collectives.
 PLACE = {"help", "check", "rank", "master_addr", "master_port", "start_method", "timeout", "device", "output_dir"}
 OWN = "each check has a value of its own, which is not the default"
 NOT_COMPARED = {  # flag, or (program, flag): why no row has it
+    "--twin": "a check has torch's own in any case",
     "--epochs": OWN,
     "--num_updates": OWN,
     "--repeats": OWN,

@@ -14,6 +14,17 @@ DERIVED = {  # way: its program
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("program", sorted({*DERIVED.values(), "recompute"}))
+def test_torchs_own_are_beside_what_is_written_out(program):
+    module = importlib.import_module(f"transformer_parallel.{program}")
+    ways, parsed = set(module.WAYS), lambda *flags: module.build_parser().parse_args(flags).ways
+    for way, twin in module.TWINS.items():
+        assert parsed("--ways", way, "--twin") == parsed("--ways", way, twin) == [way, twin]
+        assert parsed("--ways", way, "--check") == [way]
+    assert set(parsed()) == ways - {*module.TWINS.values()}
+    assert set(parsed("--twin")) == set(parsed("--check")) == ways
+
+
 @pytest.mark.parametrize("way", DERIVED)
 @pytest.mark.parametrize("page", ["transformer.md", "transformer.ja.md"])
 def test_the_guide_has_the_bytes_of_the_formulas(way, page):

@@ -24,7 +24,8 @@ part of the loss that is shown.
     functional    as experts, with torch's exchange, which has its backward: of all this, torch has
                   nothing else
 
-    python transformer_parallel/experts.py                          all four, on four ranks
+    python transformer_parallel/experts.py                          on four ranks
+    python transformer_parallel/experts.py --twin                   torch's own beside them
     python transformer_parallel/experts.py --capacity_factor 0.5    who is dropped?
     python transformer_parallel/experts.py --balance 0
     python transformer_parallel/experts.py --check                  the same numbers as one process?
@@ -230,6 +231,7 @@ class TorchExchange(Sharded):
 
 
 WAYS = {"replicas": Replicas, "experts": Sharded, "uneven": Uneven, "functional": TorchExchange}
+TWINS = {"experts": "functional"}  # of a way, torch's own
 
 
 def with_experts(model: Transformer, args: Namespace,
@@ -258,7 +260,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = tutorial.shared_parser("transformer_parallel/experts", __doc__, WAYS)
+    parser = tutorial.shared_parser("transformer_parallel/experts", __doc__, WAYS, TWINS)
     add = parser.add_argument
     add("--experts", type=bounded(int, at_least=1, at_most=1000), default=8, metavar="E",
         help="of each block, each with 166,608 parameters")

@@ -10,14 +10,15 @@ The gradients of all ranks are averaged, so that all make the same step. How, is
     backward   [ head, block 3 ][ block 2 ][ block 1 ][ block 0 ][ embedding ]
     overlap                     [bucket 0 ][bucket 1 ][bucket 2 ][bucket 3 ][4]  <- sent meanwhile
 
-    python transformer_parallel/main.py                        all four, on four ranks
+    python transformer_parallel/main.py                        the first three, on four ranks
+    python transformer_parallel/main.py --twin                 torch's own beside them
     python transformer_parallel/main.py --ways overlap --bucket_kb 100
     python transformer_parallel/main.py --accumulate 2         two backwards for each step
     python transformer_parallel/main.py --check                the same numbers as one process?
     torchrun --nproc_per_node 4 transformer_parallel/main.py
 
 It ends with:
-    1,030,752 parameters on 4 ranks: the last losses of each, buckets, overlap, ddp differ by 0e+00
+    1,030,752 parameters on 4 ranks: the last losses of each, buckets, overlap differ by 0e+00
 """
 
 import contextlib
@@ -175,6 +176,7 @@ class TorchDDP(Way):
 
 
 WAYS = {"each": Each, "buckets": Buckets, "overlap": Overlap, "ddp": TorchDDP}
+TWINS = {"overlap": "ddp"}  # of a way, torch's own
 
 
 def split_into_buckets(parameters: Sequence[nn.Parameter],
@@ -238,18 +240,42 @@ def run_worker(rank: int, world_size: int, args: Namespace,
     return {"backend": backend, "measured": measured} if rank == 0 else None
 
 
-def shared_parser(example: str, description: str, ways: Mapping[str, type[Way]]) -> Parser:
-    """Return the parser of the flags that all programs of this folder have.
+class WaysParser(Parser):
+    """Parses the flags that all programs of this folder have.
 
     Args:
         example: the name of the program.
         description: its docstring.
-        ways: what `--ways` can name; all, if it is not given.
+        ways: what `--ways` can name.
+        twins: torch's own, by the way to which it belongs.
     """
-    parser = Parser(example, description, world_size=4, min_world_size=2)
+
+    def __init__(self, example: str, description: str, ways: Mapping[str, type[Way]],
+                 twins: Mapping[str, str]) -> None:
+        super().__init__(example, description, world_size=4, min_world_size=2)
+        self.own, self.twins = [way for way in ways if way not in twins.values()], twins
+        self.add_argument("--ways", choices=ways, nargs="+", metavar="WAY",
+                          help=f"some of {', '.join(ways)} (default: not torch's own)")
+        self.add_argument("--twin", action="store_true",
+                          help=f"torch's own beside them: {', '.join(twins.values())}; --check "
+                               "has them, too")
+
+    def parse_args(self, args: Sequence[str] | None = None,
+                   namespace: Namespace | None = None) -> Namespace:
+        """Parse, and choose the ways; see `Parser.parse_args`."""
+        args = super().parse_args(args, namespace)
+        with_twins = args.twin or (args.check and args.ways is None)
+        args.ways = args.ways or self.own
+        if with_twins:
+            args.ways = args.ways + [self.twins[way] for way in args.ways if way in self.twins]
+        return args
+
+
+def shared_parser(example: str, description: str, ways: Mapping[str, type[Way]],
+                  twins: Mapping[str, str]) -> WaysParser:
+    """Return the parser of the flags that all programs of this folder have; see `WaysParser`."""
+    parser = WaysParser(example, description, ways, twins)
     add, count = parser.add_argument, bounded(int, at_least=1)
-    add("--ways", choices=ways, nargs="+", default=list(ways), metavar="WAY",
-        help=f"some of {', '.join(ways)}")
     add("--steps", type=count, default=10, metavar="N", help="optimizer steps of each way")
     add("--batch_size", type=count, default=24, metavar="N", help="rows of all ranks, in a step")
     add("--seq_len", type=count, default=64, metavar="N", help="characters in a row")
@@ -262,7 +288,7 @@ def shared_parser(example: str, description: str, ways: Mapping[str, type[Way]])
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = shared_parser("transformer_parallel", __doc__, WAYS)
+    parser = shared_parser("transformer_parallel", __doc__, WAYS, TWINS)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--bucket_kb", type=count, default=1000, metavar="N",
         help="kilobytes of gradients that are sent together")

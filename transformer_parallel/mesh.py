@@ -27,7 +27,8 @@ A checkpoint of `torch.distributed.checkpoint` (DCP) knows of each DTensor which
 whole each rank had. Whoever loads it asks for other rectangles, on as many ranks as there are then.
 Each reads what others have written: on several machines, `moved` needs a folder that all share.
 
-    python transformer_parallel/mesh.py                            all seven, on 2 x 2 ranks
+    python transformer_parallel/mesh.py                            on 2 x 2 ranks
+    python transformer_parallel/mesh.py --twin                     torch's own beside them
     python transformer_parallel/mesh.py --world_size 6 --row 3 --blocks 6
     python transformer_parallel/mesh.py --check                    the same numbers as one process?
 
@@ -142,6 +143,7 @@ class Moved(TorchMesh):
 
 WAYS = {"data": Each, "tensor": TensorParallel, "pipeline": OneFOneB, "data_tensor": DataTensor,
         "data_pipeline": DataPipeline, "torch": TorchMesh, "moved": Moved}
+TWINS = {"data_tensor": "torch"}  # of a way, torch's own
 
 
 def mesh_of(model: Transformer, row: int) -> DeviceMesh:
@@ -166,7 +168,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = tutorial.shared_parser("transformer_parallel/mesh", __doc__, WAYS)
+    parser = tutorial.shared_parser("transformer_parallel/mesh", __doc__, WAYS, TWINS)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--row", type=count, default=2, metavar="N", help="ranks that have the model once")
     add("--micro_batches", type=count, default=4, metavar="N",

@@ -18,7 +18,8 @@ share what cores there are, so the seconds show no bubble; it is computed from t
     rank 1      F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
     rank 2         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
 
-    python transformer_parallel/pipeline.py                 all six, on four ranks
+    python transformer_parallel/pipeline.py                 on four ranks
+    python transformer_parallel/pipeline.py --twin          torch's own beside them
     python transformer_parallel/pipeline.py --micro_batches 4
     python transformer_parallel/pipeline.py --check         the same numbers as one process?
 
@@ -237,6 +238,7 @@ class TorchInterleaved(TorchGPipe):
 
 WAYS = {"gpipe": Pipeline, "1f1b": OneFOneB, "interleaved": Interleaved,
         "torch_gpipe": TorchGPipe, "torch_1f1b": Torch1F1B, "torch_interleaved": TorchInterleaved}
+TWINS = {way: f"torch_{way}" for way in ("gpipe", "1f1b", "interleaved")}  # torch's own
 
 
 def bubble(orders: list[list[Action]]) -> float:
@@ -278,7 +280,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = tutorial.shared_parser("transformer_parallel/pipeline", __doc__, WAYS)
+    parser = tutorial.shared_parser("transformer_parallel/pipeline", __doc__, WAYS, TWINS)
     parser.add_argument("--micro_batches", type=bounded(int, at_least=1), default=8, metavar="N",
                         help="pieces of the batch")
     parser.set_defaults(blocks=8)  # two stages of a block, on each of four ranks

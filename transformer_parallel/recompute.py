@@ -33,7 +33,8 @@ digits, 2 to 3 decimal ones. What adds up many numbers, or small ones to large o
 
 Underneath it is data parallelism with buckets, as in main.py.
 
-    python transformer_parallel/recompute.py                        all five, on four ranks
+    python transformer_parallel/recompute.py                        on four ranks
+    python transformer_parallel/recompute.py --twin                 torch's own beside them
     python transformer_parallel/recompute.py --blocks 16 --every 4
     python transformer_parallel/recompute.py --check                the same numbers as one process?
 
@@ -176,6 +177,7 @@ class TorchAutocast(Plain):
 
 WAYS = {"plain": Plain, "recompute": Recompute, "checkpoint": TorchCheckpoint,
         "bf16": Bf16, "autocast": TorchAutocast}
+TWINS = {"recompute": "checkpoint", "bf16": "autocast"}  # of a way, torch's own
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
@@ -185,7 +187,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = tutorial.shared_parser("transformer_parallel/recompute", __doc__, WAYS)
+    parser = tutorial.shared_parser("transformer_parallel/recompute", __doc__, WAYS, TWINS)
     parser.add_argument("--every", type=bounded(int, at_least=1), default=1, metavar="K",
                         help="blocks between two inputs that are kept")
     return parser

@@ -24,7 +24,8 @@ Later tokens are not looked at: in `ring` rank 0 has nothing to do in hops 1 to 
 the experimental `context_parallel`, which knows the kernels of GPUs alone: here the ring inside of
 it is called with that of CPUs, and K and V are sent round, not gathered as by default.
 
-    python transformer_parallel/ring_attention.py                 all four, on four ranks
+    python transformer_parallel/ring_attention.py                 on four ranks
+    python transformer_parallel/ring_attention.py --twin          torch's own beside them
     python transformer_parallel/ring_attention.py --batch_size 1 --seq_len 4096 --steps 3 --blocks 1
     python transformer_parallel/ring_attention.py --check         the same numbers as one process?
 
@@ -280,6 +281,7 @@ class TorchRingAttention(torch.autograd.Function):
 
 
 WAYS = {"gather": GatherKV, "ring": Ring, "zigzag": Zigzag, "torch_ring": TorchRing}
+TWINS = {"zigzag": "torch_ring"}  # of a way, torch's own
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
@@ -291,7 +293,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    return tutorial.shared_parser("transformer_parallel/ring_attention", __doc__, WAYS)
+    return tutorial.shared_parser("transformer_parallel/ring_attention", __doc__, WAYS, TWINS)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

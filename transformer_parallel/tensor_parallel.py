@@ -17,7 +17,8 @@ inputs (rows), need one sum over the ranks. So each rank has some heads and some
 The embedding and the head are cut by characters of the vocabulary; the loss, which needs the sum
 over all of them, is computed without ever gathering the logits.
 
-    python transformer_parallel/tensor_parallel.py                 all four, on four ranks
+    python transformer_parallel/tensor_parallel.py                 on four ranks
+    python transformer_parallel/tensor_parallel.py --twin          torch's own beside them
     python transformer_parallel/tensor_parallel.py --world_size 3 --seq_len 63
     python transformer_parallel/tensor_parallel.py --check         the same numbers as one process?
 
@@ -322,6 +323,7 @@ def cut_by_torch(model: Transformer, mesh: DeviceMesh, between: Placement) -> Tr
 
 WAYS = {"tensor": TensorParallel, "sequence": SequenceParallel, "dtensor": TorchTensorParallel,
         "dtensor_sequence": TorchSequenceParallel}
+TWINS = {"tensor": "dtensor", "sequence": "dtensor_sequence"}  # of a way, torch's own
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
@@ -331,7 +333,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    return tutorial.shared_parser("transformer_parallel/tensor_parallel", __doc__, WAYS)
+    return tutorial.shared_parser("transformer_parallel/tensor_parallel", __doc__, WAYS, TWINS)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -18,7 +18,8 @@ Of P bytes of weights, AdamW needs P bytes of gradients and 2 P of moments besid
     forward    gather 0, compute, free | gather 1, compute, free | ...
     backward   ... | gather 1, compute, scatter gradients, free | gather 0, ...
 
-    python transformer_parallel/zero.py                 all six, on four ranks
+    python transformer_parallel/zero.py                 on four ranks
+    python transformer_parallel/zero.py --twin          torch's own beside them
     python transformer_parallel/zero.py --ways zero3
     python transformer_parallel/zero.py --check         the same numbers as one process?
 
@@ -219,6 +220,7 @@ def units_of(model: Transformer) -> list[nn.Module]:
 
 WAYS = {"replicas": Each, "zero1": Zero1, "zero2": Zero2, "zero3": Zero3,
         "fsdp": TorchFSDP, "fsdp_zero2": TorchFSDPZero2}
+TWINS = {"zero2": "fsdp_zero2", "zero3": "fsdp"}  # of a way, torch's own
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
@@ -228,7 +230,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    return tutorial.shared_parser("transformer_parallel/zero", __doc__, WAYS)
+    return tutorial.shared_parser("transformer_parallel/zero", __doc__, WAYS, TWINS)
 
 
 def main(argv: list[str] | None = None) -> dict | None:
