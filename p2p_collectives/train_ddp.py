@@ -1,7 +1,7 @@
 """train.py with DistributedDataParallel, which is what one uses today.
 
 DDP averages in `backward()`: it puts gradients into buckets, and sends a bucket while the gradients
-of earlier layers are still being computed. 2 ranks on 2 cores make 8397 samples/s, with train.py
+of earlier layers are still being computed. 2 ranks on 2 cores make 5384 samples/s, with train.py
 5417 (docs/results/p2p_train_ddp.json, p2p_train_per_parameter.json); this network is so small that
 it has one bucket, and train_flat.py makes 8877.
 
@@ -11,7 +11,7 @@ It costs memory for the buckets, and the average is hidden in `backward()`.
     python p2p_collectives/train_ddp.py --check                the same as a single process?
 
 It ends with, about:
-    digits: test accuracy 96.7% after 10 epochs on 2 ranks: 8397 samples/s, ...
+    digits: test accuracy 96.7% after 10 epochs on 2 ranks: 5384 samples/s, ...
 """
 
 from argparse import Namespace
