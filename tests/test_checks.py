@@ -167,8 +167,8 @@ EXTREMES = {
     "p2p_collectives.init_methods": ("--world_size 1", 13),
     "p2p_collectives.main": ("--world_size 7", 21),
     "p2p_collectives.shared_memory": ("--world_size 5 --sizes 20", 41),
-    "p2p_collectives.train_flat": (f"{LARGEST} --world_size 5 --global_batch_size 7 --momentum 0", 22),
-    "p2p_collectives.train_ddp": ("--world_size 5 --global_batch_size 7 --momentum 1 --lr 0.001", 22),
+    "p2p_collectives.train_flat": (f"{LARGEST} --world_size 5 --global_batch_size 7 --lr 0.3", 22),
+    "p2p_collectives.train_ddp": ("--world_size 7 --global_batch_size 7 --lr 0.001", 22),
     "param_server.async_server": (f"{LARGEST} --world_size 6 --batch_size 1437", 17),
     "param_server.bounded_server": ("--world_size 2 --batch_size 1438 --max_staleness 0", 18),
     "param_server.flat_update": ("--world_size 2 --arch resnet18 --batch_size 2 --image_size 8 --num_classes 1", 16),
@@ -234,6 +234,12 @@ def test_check_passes(program, flags, comparisons, tmp_path, capfd, monkeypatch)
 @pytest.mark.parametrize(("program", "flags", "comparisons"), [(program, *row) for program, row in EXTREMES.items()])
 def test_check_passes_at_the_limits(program, flags, comparisons, tmp_path, capfd, monkeypatch):
     test_check_passes(program, flags, comparisons, tmp_path, capfd, monkeypatch)
+
+
+@pytest.mark.parametrize("program", EXTREMES)
+def test_the_flags_of_the_limits_are_there(program):
+    """Most of these rows run at night only."""
+    importlib.import_module(program).build_parser().parse_args(EXTREMES[program][0].split())
 
 
 @pytest.mark.parametrize("program", CHECKS)
