@@ -12,6 +12,7 @@ In a page, in either language (`*.ja.md` is Japanese):
     <!-- replay rpc_rl -->...<!-- end -->         a link to its messages, step by step
     <!-- map 6_5_rpc_rl -->...<!-- end -->        the table of docs/walk/6_5_rpc_rl.json
     <!-- table faults_rank -->...<!-- end -->     what the tests expect: tests/fault_table.py
+    <!-- table faults_machine -->...<!-- end -->
     <!-- table faults_launcher -->...<!-- end -->
     <!-- table peers_collectives -->...<!-- end -->   measured ratios to gloo
 
@@ -30,7 +31,7 @@ from common.cli import PlainParser
 from benchmarks import outputs
 from p2p_collectives.ring_allreduce_results import size_text
 from p2p_collectives.shared_memory_results import COLLECTIVES, COPIED, SHARED
-from tests.fault_table import OF_A_LAUNCHER, OF_A_RANK
+from tests.fault_table import OF_A_LAUNCHER, OF_A_MACHINE, OF_A_RANK
 
 ROOT = Path(__file__).resolve().parent.parent
 # By file, pieces of its docstring, with {NAME KEY FORMAT} in the place of each number.
@@ -120,7 +121,8 @@ WORDS = {  # column titles and cells of the tables
     "en": {"cell": "cell", "notebook": "notebook", "here": "here", "mended": "mended",
            "left_out": "left out: ",
            "to_a_rank": "what happens to rank 1 (role1)", "within": "ends within",
-           "line": "local run, manual launch", "under_torchrun": "torchrun", "same": "the same",
+           "local, manual": "local run, manual launch", "terminals": "manual launch",
+           "same": "the same",
            "traceback": " after its traceback",
            "way": "way in", "to_another": "what happens", "report": "line", "status": "status",
            "local": "local run", "manual": "manual launch, terminal of rank 1",
@@ -140,7 +142,7 @@ WORDS = {  # column titles and cells of the tables
     "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点",
            "left_out": "省略：",
            "to_a_rank": "ランク1（role1）に起きること", "within": "終了まで",
-           "line": "ローカル、手動", "under_torchrun": "torchrun", "same": "同じ",
+           "local, manual": "ローカル、手動", "terminals": "手動", "same": "同じ",
            "traceback": "（トレースバックの後）",
            "way": "起動方法", "to_another": "起きること", "report": "表示される行",
            "status": "終了ステータス",
@@ -315,13 +317,13 @@ def fenced(text, language=""):
     return f"```{language}\n{text.rstrip()}\n```"
 
 
-def faults_of_a_rank(language):
+def faults_of_a_rank(language, faults=OF_A_RANK, ways="local, manual"):
     """The table of what ends a rank; what is reported alike is one row."""
     words, rows = WORDS[language], {}
-    for fault in OF_A_RANK.values():
-        known = {"timeout": 60, "rank": 1, "role": "role1"}
-        who = "rank 0 (role0)" if fault.of_who_waits else "rank 1 (role1)"
-        lines = [code(f"{who} {example(fault.expected(way).format(**known))}")
+    for fault in faults.values():
+        known = {"timeout": 60, "joins": 68, "rank": 1, "role": "role1", "address": "HOST:29500"}
+        who = "" if fault.whole else "rank 0 (role0) " if fault.of_who_waits else "rank 1 (role1) "
+        lines = [code(f"{who}{example(fault.expected(way).format(**known))}")
                  for way in ("local", "torchrun")]
         lines[1] = words["same"] if fault.torchrun is None else lines[1] if fault.torchrun else "–"
         if fault.traceback:
@@ -329,7 +331,7 @@ def faults_of_a_rank(language):
         what, note = in_words(fault, "what", language), in_words(fault, "note", language)
         row = (*lines, within(fault, language))
         rows.setdefault(row, []).append(what + bracketed(note, language))
-    return table([words[name] for name in ("to_a_rank", "line", "under_torchrun", "within")],
+    return table([words[name] for name in ("to_a_rank", ways, "torchrun", "within")],
                  [("<br>".join(whats), *row) for row, whats in rows.items()])
 
 
@@ -339,7 +341,6 @@ def faults_beside(language):
     for (way, phase), faults in OF_A_LAUNCHER.items():
         for fault in faults:
             line = (code(example(fault.line)) if fault.line
-                    else code("interrupted; stopped 2 processes") if fault.status == 130
                     else words["silence" if fault.status else "goes_on"])
             if fault.others is not None:
                 line += f"<br>{words['others']}{code(example(fault.others))}"
@@ -380,7 +381,7 @@ def example(pattern):
 
 def within(fault, language):
     """By when the run has ended."""
-    seconds = "10秒" if language == "ja" else "10 s"
+    seconds = f"{10 + fault.more_s}{'秒' if language == 'ja' else ' s'}"
     return f"`--timeout` + {seconds}" if fault.by_silence else seconds
 
 
@@ -405,6 +406,7 @@ def table(titles, rows):
 
 
 TABLES = {"faults_rank": faults_of_a_rank, "faults_launcher": faults_beside,
+          "faults_machine": lambda language: faults_of_a_rank(language, OF_A_MACHINE, "terminals"),
           "peers_collectives": against_mpi}
 
 

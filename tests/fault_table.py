@@ -21,6 +21,8 @@ class Fault(NamedTuple):
     note_ja: str = ""
     traceback: bool = False  # printed before the line
     of_who_waits: bool = False  # the line begins with a rank that waits for this one
+    whole: bool = False  # the line says of whom it is
+    more_s: int = 0  # that it takes, at most
 
     def expected(self, way="local"):
         """The line in one of the three ways in, as a pattern."""
@@ -28,7 +30,7 @@ class Fault(NamedTuple):
 
     def within_s(self, timeout_s):
         """By when the run must have ended everywhere; the page says 10 s, and on a quiet machine so does ENDS_S."""
-        return ENDS_S + (timeout_s if self.by_silence else 0)
+        return ENDS_S + self.more_s + (timeout_s if self.by_silence else 0)
 
 
 SILENT = r"has not answered for \d+ s"
@@ -76,6 +78,20 @@ OF_A_RANK = {
                                note="which of the two comes first is chance", note_ja="どちらが先に挙がるかは偶然による"),
 }
 
+# Between terminals and machines; rank 1 is on the other one. {joins}: s. (tests/test_machines.py, tests/test_launch.py)
+OF_A_MACHINE = {
+    "interrupted": Fault("Ctrl-C on its machine", "そのマシンでCtrl-C", "was interrupted",
+                         "(raised KeyboardInterrupt|was stopped)"),
+    "cable cut": Fault("its machine is lost, a cable cut", "そのマシンの停止、ケーブルの切断",
+                       r"cannot be reached: no sign of life for \d+ s", by_silence=True,
+                       more_s=10),  # torchrun looks for its store for 5 s before it ends
+    "never comes": Fault("it is not started", "起動されない", "has not joined within {joins} s", "",
+                         by_silence=True, more_s=8),
+    "rank 0 never comes": Fault("rank 0 is not started", "ランク0が起動されない",
+                                "rank 0 cannot be reached: {address} has not answered for {joins} s", "",
+                                by_silence=True, more_s=8, whole=True),
+}
+
 # What ends nothing: a rank does not come back from a call, and nobody has set a limit to it.
 STANDSTILL = r"note: for {timeout} s, nothing has moved.*: .*rank {rank} \({role}\) is at .*\. Waiting goes on; Ctrl-C ends it\."
 
@@ -90,12 +106,14 @@ class Beside(NamedTuple):
     status: int = 1  # of the command; 0: the run goes on, and ends as if nothing had happened
     by_silence: bool = False
     others: str | None = None  # the line in the other terminals of a manual launch
+    more_s: int = 0
 
     within_s = Fault.within_s
 
 
 KILLED = -9
 STOPPED_BOTH = "; stopped 2 other processes"
+INTERRUPTED = "interrupted; stopped (2|0) processes"  # 0: before any has started
 FORK_SERVER = f"the fork server was killed{STOPPED_BOTH}"
 GONE = "ended: its launcher is gone"
 NOT_REACHED = r"cannot be reached: no sign of life for \d+ s"
@@ -111,9 +129,9 @@ OF_A_LAUNCHER = {
         Beside("fork server SIGKILL", "the fork server is killed", "フォークサーバーがkillされる",
                "cannot start 2 processes: the fork server has ended"),
         Beside("fork server SIGSTOP, launcher SIGINT", "the fork server is frozen; Ctrl-C",
-               "フォークサーバーが凍結し、Ctrl-C", status=130),
+               "フォークサーバーが凍結し、Ctrl-C", INTERRUPTED, status=130),
         Beside("fork server SIGSTOP, launcher SIGTERM", "the fork server is frozen; SIGTERM",
-               "フォークサーバーが凍結し、SIGTERM", status=130),
+               "フォークサーバーが凍結し、SIGTERM", INTERRUPTED, status=130),
         Beside("tracker SIGKILL", "the resource tracker is killed", "リソーストラッカーがkillされる", status=0),
     ],
     ("local", "connect"): [
@@ -130,11 +148,12 @@ OF_A_LAUNCHER = {
                "ランクが凍結し、フォークサーバーがkillされる", FORK_SERVER),
         Beside("fork server SIGSTOP", "the fork server is frozen", "フォークサーバーが凍結する", status=0),
         Beside("fork server SIGSTOP, launcher SIGINT", "the fork server is frozen; Ctrl-C",
-               "フォークサーバーが凍結し、Ctrl-C", status=130),
+               "フォークサーバーが凍結し、Ctrl-C", INTERRUPTED, status=130),
         Beside("fork server SIGSTOP, launcher SIGKILL", "the fork server is frozen, the launcher killed",
                "フォークサーバーが凍結し、ランチャーがkillされる", status=KILLED),
         Beside("fork server SIGSTOP, rank 1 SIGKILL", "the fork server is frozen, a rank killed",
-               "フォークサーバーが凍結し、ランクがkillされる", r"rank 1 \(role1\) died; stopped 1 other process"),
+               "フォークサーバーが凍結し、ランクがkillされる",
+               r"rank 1 \(role1\) was killed by SIGKILL; stopped 1 other process"),
         Beside("fork server SIGSTOP, rank 1 SIGSTOP", "the fork server and a rank are frozen",
                "フォークサーバーとランクが凍結する",
                rf"rank 1 \(role1\) {SILENT}; stopped 1 other process", by_silence=True),

@@ -224,12 +224,11 @@ def wrong(row, number, run, out, err):
     if "tracker" in row.deeds:  # Python's own
         err = re.sub(r".*resource_tracker: process died unexpectedly, relaunching.*\n(  warnings.warn.*\n)?", "", err)
     errors = errors_of(err)
-    as_expected = re.fullmatch(f"error: {line}", errors[0]) if line and len(errors) == 1 else not (line or errors)
+    if status == 130 or not line and status in (0, KILLED):
+        as_expected = re.fullmatch(f"\n{line}\n" if line else "", err)
+    else:
+        as_expected = re.fullmatch(f"error: {line}", errors[0]) if line and len(errors) == 1 else not (line or errors)
     problems = [] if as_expected else [f"printed {err[-1500:]!r}"]
-    if status == 130:
-        problems += [] if re.fullmatch(r"\ninterrupted; stopped [02] processes\n", err) else [f"printed {err[-500:]!r}"]
-    elif status in (0, KILLED) and not line and err:
-        problems.append(f"printed {err[-1500:]!r}")
     if status == 0 and "sum 1" not in out:
         problems.append(f"no result: {out!r}")
     return problems + ([f"status {run.returncode}"] if run.returncode != status else [])

@@ -25,6 +25,7 @@ from common.launcher.network import interface_towards, is_loopback
 from common.launcher.worker import exit_now, failure_of, stacks
 from common.session import backend_for, group_options, wait_all
 
+from tests.fault_table import OF_A_MACHINE
 from tests.helpers import SOON_S, run, script, torchrun
 
 
@@ -295,7 +296,8 @@ def test_nobody_at_the_port(answering, free_port, tmp_path):
             server.listen()
         result = run(by_rank(1, free_port), tmp_path)
     assert result.returncode == 1
-    assert result.stderr == f"error: rank 0 cannot be reached: localhost:{free_port} has not answered for 10 s\n"
+    line = OF_A_MACHINE["rank 0 never comes"].expected("manual").format(address=f"localhost:{free_port}", joins=10)
+    assert result.stderr == f"error: {line}\n"
 
 
 def test_port_in_use(free_port, tmp_path):
@@ -311,7 +313,8 @@ def test_port_in_use(free_port, tmp_path):
 def test_a_rank_that_does_not_come(free_port, tmp_path):
     result = run(by_rank(0, free_port), tmp_path)
     assert result.returncode == 1
-    assert result.stderr == "error: rank 1 (rank1) has not joined within 10 s; stopped 1 other process\n"
+    line = OF_A_MACHINE["never comes"].expected("manual").format(joins=10)
+    assert result.stderr == f"error: rank 1 (rank1) {line}; stopped 1 other process\n"
 
 
 # --- whom to blame

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.two_machines import Weather, ip, two_machines, why_not
-from tests.helpers import SOON_S, errors_of, nothing_left, running, script, torchrun
+from tests.fault_table import OF_A_MACHINE
+from tests.helpers import ENDS_S, SOON_S, errors_of, nothing_left, running, script, torchrun
 
 TIMEOUT_S = 8
 in_turns = pytest.mark.xdist_group("machines in turns")  # beside many others, a healthy rank would be silent, too
@@ -130,6 +132,25 @@ def test_a_checkpoint_that_one_machine_does_not_see(machines, port, tmp_path):
         nothing_left(runs[0], tmp_path, *runs[1:])
 
 
+def by_a_machine(fault, way, rank, roles):
+    """The line that is expected on the other machine, as a pattern."""
+    stopped = "" if way == "torchrun" else "; stopped 1 other process"
+    return rf"error: rank {rank} \({roles[rank]}\) {OF_A_MACHINE[fault].expected(way)}{stopped}"
+
+
+@pytest.mark.parametrize("way", ["torchrun", "manual"])
+def test_interrupted_on_one_machine(way, machines, port, tmp_path):
+    """The other one ends, too, and says who was."""
+    commands = on_machines(machines, "p2p_collectives/train.py", way, port, "--epochs", 100_000)
+    with running(commands[1], tmp_path) as there, running(commands[0], tmp_path, until="epo") as here:
+        os.killpg(there.pid, signal.SIGINT)
+        _, err = here.communicate(timeout=ENDS_S)
+        assert (here.returncode, len(errors_of(err))) == (1, 1), err
+        assert re.fullmatch(by_a_machine("interrupted", way, 1, ["rank0", "rank1"]), *errors_of(err)), err
+        there.communicate(timeout=SOON_S)
+        nothing_left(here, tmp_path, there)
+
+
 @in_turns
 @pytest.mark.parametrize("way", ["torchrun", "manual"])
 @pytest.mark.parametrize(("path", "for_ever", "roles"), [
@@ -144,13 +165,11 @@ def test_cut_cable(path, for_ever, roles, way, machines, port, tmp_path):
             machines.cut()
             cut = time.monotonic()
             ended = [run.communicate(timeout=TIMEOUT_S + 60) for run in (here, there)]
-            # torchrun's agent looks for its store on the other machine for 5 s more before it ends.
-            assert time.monotonic() - cut < TIMEOUT_S + (20 if way == "torchrun" else 10)
+            assert time.monotonic() - cut < OF_A_MACHINE["cable cut"].within_s(TIMEOUT_S)
             for run, (_, err), unreachable in zip((here, there), ended, (1, 0), strict=True):
                 assert run.returncode == 1
-                pattern = rf"error: rank {unreachable} \({roles[unreachable]}\) cannot be reached: no sign of life for"
                 assert len(errors_of(err)) == 1, err
-                assert re.match(pattern, *errors_of(err)), err
+                assert re.fullmatch(by_a_machine("cable cut", way, unreachable, roles), *errors_of(err)), err
             nothing_left(here, tmp_path, there)
     finally:
         machines.mend()

@@ -197,7 +197,7 @@ class Processes:
         def give_up():
             """Kill the fork server: who waits for one that is frozen, or imports, goes on."""
             forkserver.set_forkserver_preload([])  # if the next rank starts another one, at once
-            end_fork_server()
+            signal_fork_server(signal.SIGKILL)
 
         late = threading.Timer(limit_s, give_up)
         late.daemon = True
@@ -238,7 +238,7 @@ class Processes:
                 children = set(multiprocessing.active_children()) - before
                 self.by_rank = {child.pid: Process(None, child) for child in children}
         if interruption.happened:
-            end_fork_server()
+            signal_fork_server(signal.SIGKILL)
             raise KeyboardInterrupt
 
     def stop(self) -> None:
@@ -250,11 +250,9 @@ class Processes:
         deadline = time.monotonic() + STOP_GRACE_S
         while time.monotonic() < deadline and not all(process.gone() for process in running):
             time.sleep(0.01)
+        signal_fork_server(signal.SIGCONT)  # if it is frozen: it reports their ends
         for process in self.by_rank.values():
-            process.process.join(report_s())
-            if process.process.exitcode is None:  # the fork server is frozen, and does not see it
-                end_fork_server()
-                process.process.join(1.0)
+            process.process.join(STOP_GRACE_S)
         pids = [process.process.pid for process in self.by_rank.values()]
         worker.remove_leftovers([os.getpid(), *pids], self.args)
 
@@ -287,7 +285,8 @@ class Process:
             if time.monotonic() > deadline:
                 return watch.Failure(None, "the fork server was killed")
             time.sleep(0.01)
-        self.process.join(report_s())
+        signal_fork_server(signal.SIGCONT)
+        self.process.join(STOP_GRACE_S)
         status = self.process.exitcode
         if status is None or status == 255:  # of the fork server, for "I do not know"
             return watch.Failure(self.rank, "died")
@@ -321,24 +320,14 @@ def wake_resource_tracker() -> None:
 util.Finalize(None, wake_resource_tracker, exitpriority=-100)
 
 
-def end_fork_server() -> None:
-    """Kill the fork server of this process; the next launch starts another one."""
-    # Without this private name, one that is frozen could keep a run from ending.
+def signal_fork_server(signum: int) -> None:
+    """Kill the fork server of this process (the next launch starts another one), or wake it.
+
+    (Without this private name, one that is frozen would keep a run from ending.)
+    """
     if pid := getattr(forkserver._forkserver, "_forkserver_pid", None):
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def report_s() -> float:
-    """Return within how many seconds the fork server reports an end: 0 if it is frozen.
-
-    (Without this private name, a run with a frozen one would end 3 s later for each of its ranks.)
-    """
-    with suppress(psutil.Error):
-        pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
-        if pid and psutil.Process(pid).status() == psutil.STATUS_STOPPED:
-            return 0
-    return STOP_GRACE_S
+            os.kill(pid, signum)
 
 
 def run_rank(index: int, run_worker: Callable, args: Namespace, ranks: list[int], init_method: str,
