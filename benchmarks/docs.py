@@ -116,6 +116,7 @@ IN_DOCSTRINGS = {
 }
 MARKED = re.compile(r"(<!-- (=|code|output|replay|map|table) ([^>]*?) -->)(.*?)(<!-- end -->)",
                     re.DOTALL)
+CELLS = r"(?:[Cc]ells? |セル)(\d[\d〜、]*(?:(?:,| to| and) \d+)*)"  # in a heading: "Cells 4 to 6"
 NOT_MEASURED = "–"
 WORDS = {  # column titles and cells of the tables
     "en": {"cell": "cell", "notebook": "notebook", "here": "here", "mended": "mended",
@@ -174,7 +175,7 @@ def written(page):
         begin, kind, what, _, end = match.groups()
         if kind == "=":
             return begin + number(what, language) + end
-        made = {"map": lambda: map_of(what, language, page.parent),
+        made = {"map": lambda: map_of(what, language, page),
                 "code": lambda: definition(what, page.parent),
                 "output": lambda: printed(*what.split()),
                 "replay": lambda: replay(what, language, page.parent),
@@ -223,9 +224,9 @@ def number(what, language):
     return f"{median}（{low}〜{high}）" if language == "ja" else f"{median} ({low} to {high})"
 
 
-def map_of(walk, language, folder):
+def map_of(walk, language, page):
     """The table of a part of a notebook: cell, heading or definitions, where they are here."""
-    words = WORDS[language]
+    words, folder, sections = WORDS[language], page.parent, sections_of(page.read_text())
     chapter = re.match(r"6_\d+", walk)[0]
     edition = json.loads((ROOT / "docs/japanese_edition.json").read_text())
     notebook = next(book for book in edition["notebooks"] if book["chapter"] == chapter)
@@ -240,7 +241,8 @@ def map_of(walk, language, folder):
             see = row.get(f"see{suffix}", row["see"])
             there = see and place(in_language(see, language), folder)
             note = row.get(f"note{suffix}", "")
-            lines.append(f"| {row['cell']} | **{row['heading']}** | {there} | {note} |")
+            lines.append(f"| {numbered(row['cell'], sections)} | **{row['heading']}** | {there} | "
+                         f"{note} |")
             continue
         outer = {name: there for name, there in row["names"].items() if "__init__" not in name}
         outer = outer or row["names"]
@@ -253,8 +255,32 @@ def map_of(walk, language, folder):
         mended, left_out = (row.get(f"{key}{suffix}", row[key]) for key in ("mended", "left_out"))
         notes = filter(None, [mended, left_out and words["left_out"] + left_out])
         notes = ("。" if language == "ja" else "; ").join(notes)
-        lines.append(f"| {row['cell']} | {names} | {here} | {notes} |")
+        lines.append(f"| {numbered(row['cell'], sections)} | {names} | {here} | {notes} |")
     return "\n".join(lines)
+
+
+def sections_of(text):
+    """The headings of a page that name cells: `{anchor: (whether in brackets, cells)}`."""
+    sections = {}
+    for heading in re.findall(r"^#+ (.*)", text, re.MULTILINE):
+        first = re.match(rf"{CELLS}[：:]", heading)
+        if match := first or re.search(rf"[（(]{CELLS}[）)]$", heading):
+            numbers = [*map(int, re.findall(r"\d+", match[1]))]
+            cells = range(numbers[0], numbers[-1] + 1) if re.search("〜|to", match[1]) else numbers
+            sections[anchor_of(heading)] = not first, cells
+    return sections
+
+
+def anchor_of(heading):
+    """The anchor of a heading, as GitHub names it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def numbered(cell, sections):
+    """The number of a cell; it leads to the section about it, if there is one."""
+    about = [(in_brackets, len(cells), anchor)
+             for anchor, (in_brackets, cells) in sections.items() if cell in cells]
+    return f"[{cell}](#{min(about)[-1]})" if about else cell
 
 
 def in_language(see, language):

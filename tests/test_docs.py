@@ -83,13 +83,21 @@ def test_links(readme):
             assert there.exists(), link
             if anchor and there.suffix == ".md":
                 headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
-                slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+                slugs = [docs.anchor_of(heading) for heading in headings]
                 assert anchor in slugs, f"{link}#{anchor}"
 
 
 def test_numbers_and_maps_are_up_to_date():
     stale = [str(path.relative_to(ROOT)) for path in docs.out_of_date()]
     assert stale == [], "python -m benchmarks.docs writes them"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/lessons").glob("6_*.md")), ids=lambda path: path.name)
+def test_every_cell_leads_to_its_section(page):
+    """But for cell 0, the title."""
+    rows = re.findall(r"^\| (\d+|\[\d+\]\(#.*?\)) \|", page.read_text(), re.MULTILINE)
+    assert len(rows) > 1
+    assert {row for row in rows if "(" not in row} <= {"0"}
 
 
 @pytest.mark.parametrize("name", outputs.COMMANDS)

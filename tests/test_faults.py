@@ -127,7 +127,6 @@ PROGRAMS = [
     Program("transformer_parallel.pipeline", "--ways 1f1b --steps 100000 --world_size 2", "rank0 rank1",
             {"rank1": "transformer_parallel.pipeline:Pipeline.backward"}),
 ]
-FIRST_PROGRAMS = [program for program in PROGRAMS if program.lesson.endswith(".main")]  # one of each folder
 
 
 def named(lesson):
@@ -410,7 +409,7 @@ def spawned(program):
     return program._replace(flags=f"{program.flags} --start_method spawn")
 
 
-@pytest.mark.parametrize("program", FIRST_PROGRAMS, ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_spawn(program, clean, tmp_path, capfd):
     """Ranks that `mp.spawn` starts: each prints, and one of them fails."""
     out, _ = ends([Run(spawned(program), tmp_path, "exception", [*program.raises][-1])], capfd)
