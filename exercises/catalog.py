@@ -1,7 +1,7 @@
 """The exercises: for each a stub, `stubs/NN_name.py`, and its texts, `texts/NN_name.toml`.
 
-    kind, chapter, cell, minutes    write, mend or measure; the notebook's cell, or the folder of a
-                                    lesson that has no notebook; how long it takes
+    kind, chapter, cell, minutes    write, mend or measure; the notebook's cell, or for a chapter
+                                    the program, where there is no notebook; how long it takes
     target                          the lesson's function: "rpc_rl/main.py::Agent.finish_episode"
     program, flags                  whose `--check` judges it, and with what flags
     again                           flags of further runs, where one is not enough

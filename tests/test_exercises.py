@@ -108,9 +108,9 @@ def test_static_texts(exercise):
              for row in json.loads(walk.read_text())]
     if cells:
         assert exercise.cell in cells
-    else:  # the folder of a lesson that has no notebook
-        assert exercise.program.startswith((f"{exercise.chapter}/", "exercises/measures/"))
-        assert (ROOT / exercise.chapter / "main.py").exists()
+    else:  # a program of a lesson that has no notebook
+        assert exercise.program == exercise.chapter or exercise.program.startswith("exercises/measures/")
+        assert (ROOT / exercise.chapter).is_file()
         assert "cell" not in exercise.text
     for language in LANGUAGES:
         words = exercise.text[language]

@@ -1,8 +1,8 @@
-"""38 1F1Bの順序 / The order of 1F1B (transformer_parallel/pipeline.py)."""
+"""38 1F1Bの順番 / The order of 1F1B (transformer_parallel/pipeline.py)."""
 
 
 def one_f_one_b(rank: int, n: int, m: int) -> list[Action]:
-    """パイプラインの1つのランクが、フォワードとバックワードを計算する順序を返します。
+    """パイプラインの1つのランクが、フォワードとバックワードを計算する順番を返します。
 
     rank: 0からn - 1まで。ランクrankにはステージrankがあります。
     n: ランクの数。
