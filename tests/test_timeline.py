@@ -305,7 +305,8 @@ def saved(tmp_path_factory):
 
     run(0, (1, "hold", 0.5, None, {"rref": "0.0", "owner": 0}),
         (2, "run", 1.1, 1.3, {"call": [1, 1], "name": "select_action"}), barrier(3, 2.0),
-        (4, "call", 3.0, None, {"to": 2, "name": "run_episode", "how": "rpc_async", "waits": False, "bytes": 1}),
+        (4, "call", 3.0, None, {"to": 2, "name": "run_episode", "how": "rpc_async", "waits": False, "bytes": 1,
+                                "rrefs": ["0.0", "1.0", "1.1", "1.2"]}),
         (5, "future", 3.1, 3.4, {"done": [["rpc_rl/main.py", 94, "Observer.run_episode"]]}))
     run(1, (1, "call", 1.0, 1.4, {"to": 0, "name": "select_action", "how": "rpc_sync", "waits": True, "bytes": 305}),
         (2, "hold", 1.05, 1.45, {"rref": "0.0", "owner": 0}), barrier(4, 2.1),
@@ -375,7 +376,8 @@ def test_steps(opened, saved):
         "agent comes to barrier. Missing: observer1, observer2.",
         "observer1 comes to barrier. Missing: observer2.", "observer2 comes to barrier. All have come.",
         *[f"{role} has done its part of barrier." for role in ROLES],
-        "agent calls run_episode on observer2, and goes on: a future stands for the answer.",
+        "agent calls run_episode on observer2, and goes on: a future stands for the answer. "
+        "With it goes RRef 0.0, 1.0, 1.1… (4).",
         "agent opens a future, to complete it later.", "agent completes its future.", "The run has ended."]
     doing = [text.splitlines() for _, text in forwards]
     assert "observer1: waits for agent: select_action" in doing[0]
@@ -414,6 +416,34 @@ def test_line_rrefs_futures_and_contexts(opened, saved):
     assert "rpc_rl/main.py:94 " in replay.inner_text("#facts")  # where it is completed
     at_step(replay, 8)
     assert "no. 1 in its group" in replay.inner_text("#facts")
+
+
+def test_forwarded_rref(opened, tmp_path):
+    """Made by the master, owned by ps, forwarded to two trainers, and dropped; parameters' RRefs come in answers."""
+    record.main([str(timeline.ROOT / "ddp_rpc_hybrid/main.py"), "--epochs", "1", "--output_dir", str(tmp_path)])
+    replay = opened(tmp_path / "replay.html")
+    ops = replay.evaluate("ops")
+    lanes = replay.evaluate("lanes")
+    [made] = [op for op in ops if op.get("name") == "EmbeddingBag" and op["kind"] == "call"]
+    sent = [(lanes[op["rank"]], op["kind"], op["name"], op["rrefs"]) for op in ops if op.get("rrefs")]
+    assert sent.count(("master", "call", "_run_trainer", [made["rref"]])) == 2
+    weights = [[op["rref"]] for op in ops if op["kind"] == "hold" and op["rank"] == op["owner"] == lanes.index("ps")
+               and "where" in op]  # where the lesson makes them
+    assert [rrefs for *who, rrefs in sent if who == ["ps", "run", "_retrieve_embedding_parameters"]] == weights
+    assert len(weights) == 2
+
+    def held_at(found):
+        """The sentence of the last such step, and the RRef's row in the table: owner, holders, what made it."""
+        said = at_step(replay, replay.evaluate(f"steps.findLastIndex(step => {found})"))
+        rows = [row.split("\t") for row in replay.inner_text("#rrefs").splitlines()]
+        return said, [row for name, *row in rows if name == made["rref"]]
+
+    said, held = held_at("step.begins && step.op.kind === 'call' && step.op.name === '_run_trainer'")
+    assert said.endswith(f"With it goes RRef {made['rref']}.")
+    assert held in ([["ps", "master", "EmbeddingBag"]], [["ps", "master, trainer0", "EmbeddingBag"]])
+    said, held = held_at("step.begins && step.op.kind === 'run' && step.op.name === '_run_trainer'")
+    assert held == [["ps", "master, trainer0, trainer1", "EmbeddingBag"]]
+    assert held_at("step.last")[1] in ([], [["ps", "master", "EmbeddingBag"]])  # it may keep it until it exits
 
 
 def test_keys_and_mouse(opened, saved):

@@ -7,6 +7,7 @@ An operation begins and, perhaps, ends: a run that is killed leaves it open. Wha
 
     call        an RPC, until its answer is there: `rpc_sync`, `rpc_async`, `remote`, of an RRef too
     run         its execution in the other process, until the answer leaves
+                (`rrefs` of both: those that they forward to another process than their owner's)
     fetch       `RRef.to_here`
     hold        an RRef that this process has, until it drops it
     future      a `torch.futures.Future` that a lesson has made, until it is set
@@ -60,6 +61,7 @@ class Here(threading.local):
     waits = 0  # how many times it has waited so far
     call, sync = None, False  # the RPC that it is about to send
     run = None  # the operation in which RPC runs a function here
+    rrefs = ()  # (identity, rank of the owner) of each RRef in what it is about to send
 
 
 here = Here()
@@ -293,6 +295,7 @@ def _about(name: str, given: dict, world_size: int) -> dict:
 def _record_calls(rank: int) -> None:
     udf_type, run_function = internal.PythonUDF, internal._run_function
     local = rref_proxy._local_invoke, rref_proxy._local_invoke_async_execution
+    ran = {}  # of a thread: the operation that it has run and will answer, and whom
 
     def python_udf(func, args, kwargs):  # what will be sent: here it gets its number
         here.call = None
@@ -305,7 +308,7 @@ def _record_calls(rank: int) -> None:
         call = {"op": next(_recorder.ids), "name": name}
         if asked:  # perhaps by another thread
             call["where"], call["thread"], asked[2] = asked[0], asked[1], call["op"]
-        here.call = call
+        here.call, here.rrefs = call, ()
         return udf_type(func, args, {**kwargs, TRACED: [rank, call["op"]]})
 
     api.PythonUDF = python_udf
@@ -319,7 +322,8 @@ def _record_calls(rank: int) -> None:
                 sync = how == "rpc" and here.sync
                 size = len(pickled) + (_nbytes(tensors) or 0)
                 way = how if how == "remote" else "rpc_sync" if sync else "rpc_async"
-                op = _recorder.begin("call", to=to.id, bytes=size, how=way, waits=sync, **call)
+                op = _recorder.begin("call", to=to.id, bytes=size, how=way, waits=sync, **call,
+                                     **_forwarded(to.id))
                 result = _within(function, op, False, to, pickled, tensors, *args)
                 if how == "remote":
                     _recorder.finish(op, rref=_hold(result, made=op))
@@ -374,9 +378,24 @@ def _record_calls(rank: int) -> None:
             _recorder.finish(op, error=result.exception_type.__name__)
         else:
             _recorder.finish(op, **about)
+            # By thread: of a thread of C++, what Python keeps for it is lost in between.
+            ran[threading.get_ident()] = op, caller[0]
         return result
 
     internal._run_function = run
+
+    def serialize(function):
+        def answer(value):
+            here.rrefs = ()
+            data = function(value)
+            op, to = ran.pop(threading.get_ident(), (None, None))
+            if op and (about := _forwarded(to)):
+                _recorder.write(("end", op, time.time(), about))
+            return data
+
+        return answer
+
+    replace(internal, "serialize", serialize)
 
 
 # --- distributed autograd
@@ -426,8 +445,23 @@ def _hold(rref: rpc.PyRRef, **about: object) -> str:
     return name
 
 
+def _forwarded(to: int) -> dict[str, list[str]]:
+    """Return the RRefs in what is about to be sent to a rank, but those that it owns."""
+    names = [name for name, owner in here.rrefs if owner != to]
+    return {"rrefs": names} if names else {}
+
+
 def _record_rrefs() -> None:
     pickler = internal._InternalRPCPickler
+
+    def reduce(function):
+        def sent(pickler, rref):
+            here.rrefs += ((_rref_id(rref), rref.owner().id),)
+            return function(pickler, rref)
+
+        return sent
+
+    replace(pickler, "_py_rref_reducer", reduce)
 
     def made(function):
         def init(rref, *args, **kwargs):
