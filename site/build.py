@@ -120,7 +120,8 @@ class Site:
         entries = json.dumps(nav(self.language, titles), ensure_ascii=False)
         config = config.replace("@NAV@", re.sub(r'{("(?:[^"\\]|\\.)*"): ', r"{\1 = ", entries))
         (self.folder / "zensical.toml").write_text(config)
-        shutil.copy(ROOT / "site/extra.css", self.folder / "docs/extra.css")
+        for name in ("extra.css", "extra.js"):
+            shutil.copy(ROOT / "site" / name, self.folder / "docs" / name)
 
     def put(self, place, text):
         """Write a page."""
