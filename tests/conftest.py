@@ -91,6 +91,7 @@ SOME = {
     "test_site.py::test_in_a_browser": NEVER,
     "test_no_serious_fault": NEVER,
     "test_search": NEVER,
+    "test_perfetto": NEVER,
 }
 
 
