@@ -199,7 +199,11 @@ def go_on(place: Path, program: Program, way: str = "local", cold: bool = False)
 
 def compare(place: Path, program: Program, seed: int = 0) -> None:
     """Raise `LostError` unless a training is, bit by bit, the one that nobody interrupted."""
-    (_, whole), part = undisturbed(program, seed), left_in(place, program)
+    require_equal(undisturbed(program, seed)[1], left_in(place, program))
+
+
+def require_equal(whole: dict, part: dict) -> None:
+    """Raise `LostError` unless an interrupted training has left (`left_in`) what another has."""
     # param_server reports the epochs since it was resumed.
     whole = flat({name: value[len(value) - len(part[name]):] if isinstance(value, list) else value
                   for name, value in whole.items()})

@@ -4,7 +4,9 @@ The table of the programs and what disturbs them are in `benchmarks/soak.py`, wh
 """
 
 import contextlib
+import json
 import random
+import shutil
 from argparse import Namespace
 
 import pytest
@@ -13,7 +15,74 @@ from common import checkpoint
 from common.report import replacing
 
 from benchmarks import soak
+from tests import helpers
 from tests.test_flags import CHECKPOINTS
+
+# Their variants, which save in the same way and compute in another: (program of the table, variant, its flags).
+VARIANTS = (
+    ("rpc_rnn.main", "rpc_rnn.prefetch", ""),
+    ("rpc_rnn.main", "rpc_rnn.several_trainers", "--dropout 0"),  # or masks would depend on which trainer asks first
+    ("param_server.main", "param_server.async_server", ""),
+    ("param_server.main", "param_server.bounded_server", "--max_staleness 0"),
+    ("p2p_collectives.train_ddp", "p2p_collectives.train", ""),
+    ("p2p_collectives.train_ddp", "p2p_collectives.train_flat", ""),
+)
+OF_TABLE = {program.lesson: program for program in soak.PROGRAMS}
+ALL = [*soak.PROGRAMS, *(OF_TABLE[of]._replace(lesson=lesson, flags=f"{OF_TABLE[of].flags} {flags}")
+                         for of, lesson, flags in VARIANTS)]
+# Each checkpoint stays; and a clock that goes on by one second when it is asked: speeds are exact.
+KEEPS = """
+import itertools, os, pathlib, shutil, sys
+from types import SimpleNamespace
+
+original, saves, seconds = os.replace, itertools.count(1), itertools.count()
+
+def replace(temporary, path):
+    original(temporary, path)
+    if pathlib.Path(path).name == "run.pt":
+        shutil.copy(path, f"{path}.{next(saves)}")
+
+def read():
+    return float(next(seconds))
+
+os.replace = replace
+for name, module in [*sys.modules.items()]:
+    if name.endswith("results"):
+        module.time = SimpleNamespace(perf_counter=read, time=read)
+"""
+
+
+def trained(place, program):
+    """Train, or go on from the checkpoint in `place`; what is left, and the speed."""
+    _, path = helpers.faulty(program.lesson, place, KEEPS)
+    done = helpers.run(helpers.script(path, *soak.command(place, program)[1:]), place)
+    assert (done.returncode, done.stderr) == (0, "")
+    metrics = json.loads((place / "out" / "metrics.json").read_text())
+    return soak.left_in(place, program), next((metrics[name] for name in metrics if name.endswith("_per_s")), None)
+
+
+@pytest.mark.parametrize("program", ALL, ids=lambda program: program.lesson)
+def test_stopped_at_each_save(program, tmp_path):
+    """And resumed: state, metrics and speed are those of a training that nobody stopped; from the last one, without a step."""
+    (tmp_path / "0").mkdir()
+    whole, speed = trained(tmp_path / "0", program)
+    saves = sorted((tmp_path / "0" / "disk").glob("run.pt.*"), key=lambda path: int(path.suffix[1:]))
+    assert len(saves) >= 2
+    for number, saved in enumerate(saves, 1):
+        place = tmp_path / str(number)
+        (place / "disk").mkdir(parents=True)
+        shutil.copy(saved, place / soak.SAVED)
+        part, again = trained(place, program)
+        soak.require_equal(whole, part)
+        if program.lesson == "rpc_rl.fast":  # reads its clock when it begins and when it ends: one second
+            assert again == speed - torch.load(saved, weights_only=True)["history"]["env_steps"]
+        else:
+            assert again == (speed if saved != saves[-1] else None)
+
+
+def test_every_program_is_stopped():
+    """All that save to a file; fsdp.py, with its folders, is stopped by its own check, and in test_fsdp.py."""
+    assert {program.lesson for program in ALL} == {name for name in CHECKPOINTS if not name.startswith("benchmarks.")}
 
 
 @pytest.mark.parametrize("program", soak.PROGRAMS, ids=lambda program: program.lesson)
