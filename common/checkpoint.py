@@ -13,8 +13,9 @@ from common.limits import given, reason_of, refuse, shortened
 from common.report import replacing
 from torch import nn
 
-# What a program needs of its state: of each part a type, `{name: what that part needs}`, or `[what
-# each of them needs]`; an int counts something. This is the state of an optimizer:
+# What a program needs of its state: of each part a type, a tensor of the same shape and dtype, or
+# of those in it `{name: what it needs}`, `[what each needs]`, `(what the first needs, the second)`
+# where there must be so many; an int counts something. This is the state of an optimizer:
 OPTIMIZER = {"state": dict, "param_groups": list}
 
 
@@ -114,6 +115,12 @@ def _fits(value: object, needs: object) -> bool:
             name in value and _fits(value[name], part) for name, part in needs.items())
     if isinstance(needs, list):
         return isinstance(value, list) and all(_fits(part, needs[0]) for part in value)
+    if isinstance(needs, tuple):
+        return (isinstance(value, list) and len(value) == len(needs)
+                and all(map(_fits, value, needs)))
+    if isinstance(needs, torch.Tensor):
+        return (isinstance(value, torch.Tensor)
+                and (value.dtype, value.shape) == (needs.dtype, needs.shape))
     if needs is int:
         return type(value) is int and value >= 0  # True is an int, too
     return isinstance(value, needs)

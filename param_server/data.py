@@ -43,7 +43,7 @@ def require_inputs(args: Namespace, make_model: Callable[[], nn.Module]) -> None
         refuse(f"{given(args, 'world_size')} must be at most {n_samples + 1}: every trainer needs "
                "an image", rank=1)
     state = checkpoint.inspect(args, make_model=make_model,
-                               needs={"epochs": int, "random_numbers": torch.Tensor})
+                               needs={"epochs": int, "random_numbers": torch.get_rng_state()})
     if state and state["epochs"] > args.epochs:
         refuse(f"{given(args, 'epochs')} must be at least {state['epochs']}: the checkpoint has so "
                "many behind it")

@@ -102,16 +102,15 @@ class FastAgent(tutorial.Agent):
 
     def state_dict(self) -> dict:
         """Return all that a training needs to go on exactly as if it had never stopped."""
-        generators = {ob_id: gen.get_state() for ob_id, gen in self.generators.items()}
         return {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(),
-                "generators": generators}
+                "generators": [generator.get_state() for generator in self.generators.values()]}
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a `state_dict`."""
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for ob_id, generator in self.generators.items():
-            generator.set_state(state["generators"][ob_id])
+        for generator, saved in zip(self.generators.values(), state["generators"], strict=True):
+            generator.set_state(saved)
 
 
 class SavedHistory(History):
@@ -161,7 +160,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     refuse_what_cannot_end(args)
     state = checkpoint.inspect(
         args, make_model=tutorial.Policy, weights="policy",
-        needs={"optimizer": checkpoint.OPTIMIZER, "generators": dict, "history": KEPT})
+        needs={"optimizer": checkpoint.OPTIMIZER, "generators": [torch.get_rng_state()],
+               "history": KEPT})
     if state and len(state["generators"]) != args.world_size - 1:
         refuse(f"--world_size {args.world_size} must be {len(state['generators']) + 1}, as in the "
                "checkpoint")

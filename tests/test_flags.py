@@ -538,7 +538,7 @@ def rnn_state():
 def rl_state():
     policy, kept = rpc_rl.Policy(), {"episodes": 1, "env_steps": 30, "running_reward": 0.8, "rewards": [15.0], "running_rewards": [0.8]}
     return {"policy": policy.state_dict(), "optimizer": torch.optim.Adam(policy.parameters()).state_dict(),
-            "generators": {1: torch.get_rng_state(), 2: torch.get_rng_state()}, "history": kept}
+            "generators": [torch.get_rng_state(), torch.get_rng_state()], "history": kept}
 
 
 def server_state():
@@ -625,7 +625,11 @@ NOT_ITS_CHECKPOINT = [  # a program, what is changed in a checkpoint of its own,
       for name in CHECKPOINTS for more in ({"w": torch.tensor([0.5, float("nan")])}, [float("inf")])),
     *((name, ANOTHER_MODEL, "--checkpoint run.pt is of another model") for name in CHECKPOINTS if name != "rpc_rl.fast"),
     ("rpc_rl.fast", {"policy": ANOTHER_MODEL["model"]}, "--checkpoint run.pt is of another model"),
-    ("rpc_rl.fast", {"generators": {1: 0, 2: 0, 3: 0}}, "--world_size"),
+    ("rpc_rl.fast", {"generators": [torch.get_rng_state()] * 3}, "--world_size"),
+    *((name, change, "--checkpoint run.pt is not a whole checkpoint of ") for name, change in (
+        ("rpc_rl.fast", {"generators": {1: torch.get_rng_state(), 7: torch.get_rng_state()}}), ("rpc_rl.fast", {"generators": [torch.ones(2)] * 2}),
+        ("param_server.main", {"random_numbers": torch.zeros(7, dtype=torch.uint8)}), ("rpc_rnn.main", {"optimizers": [b"state"]}),
+        ("rpc_rnn.main", {"optimizers": [b"state"] * 3}))),
     ("rpc_rnn.main", {"vocabulary": "abcdefghij"}, "--corpus"),
     *((name, {"epochs": epochs}, "--epochs") for name, epochs in (
         ("p2p_collectives.train", [{"loss": 2.3, "loss_per_rank": [2.3], "accuracy": 0.5}] * 11), ("param_server.main", 21),
