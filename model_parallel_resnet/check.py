@@ -6,8 +6,8 @@ mistake cannot be taken for rounding; two rounds over the batch, the first of wh
 The layers have fewer blocks: in a whole ResNet50, BatchNorm over a few numbers is chaotic, and
 rounding grows a hundredfold in a step. That the whole one has torchvision's layers is held apart.
 
-The other program here has its own data, micro-batches, loss and steps. From the lesson it has the
-flags and the initial weights. Both are compared where the master is, after every step
+The other program here has its own data, first weights, micro-batches, loss and steps; from the
+lesson it has the flags alone. Both are compared where the master is, after every step
 (recording.py).
 
 What is free in the lesson is the order in which a shard takes the micro-batches: whose thread gets
@@ -97,14 +97,23 @@ def single_process(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def whole_resnet(args: argparse.Namespace) -> nn.Module:
-    """Make a `short_resnet` with the initial weights of the two shards."""
-    shards = shards_of(args)
+    """Make a `short_resnet` with the first weights that the two shards must have."""
     whole = short_resnet(args.arch, args.num_classes)
-    initial = [param for shard in shards for param in shard.parameters()]
-    with torch.no_grad():
-        for param, value in zip(whole.parameters(), initial, strict=True):
-            param.copy_(value)
+    draw([whole.conv1, whole.layer1, whole.layer2], 2 * args.seed + 1)
+    draw([whole.layer3, whole.layer4, whole.fc], 2 * args.seed + 2)
     return whole
+
+
+def draw(layers: list[nn.Module], seed: int) -> None:
+    """Draw the weights of a shard: as torch makes its layers, then those of convolutions anew."""
+    torch.manual_seed(seed)
+    drawn = [layer for layer in nn.ModuleList(layers).modules()
+             if isinstance(layer, (nn.Conv2d, nn.Linear))]
+    for layer in drawn:
+        layer.reset_parameters()
+    for layer in drawn:
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
 def shards_of(args: argparse.Namespace,

@@ -7,9 +7,9 @@ RESULTS = "model_parallel_resnet/results.py"
 SMALL = ("--arch", "resnet18", "--num_splits", "1", "3")
 
 
-def mutant(name, old, new, check="", file=MAIN, test=""):
+def mutant(name, old, new, check="", file=MAIN, test="", flags=()):
     """All with the smaller model: a check of a few seconds."""
-    return Mutant(name, file, old, new, check=check, test=test and f"tests/{test}", flags=SMALL, program=MAIN)
+    return Mutant(name, file, old, new, check=check, test=test and f"tests/{test}", flags=(*SMALL, *flags), program=MAIN)
 
 
 MUTANTS = [
@@ -46,8 +46,11 @@ MUTANTS = [
            "            out = self.fc(torch.flatten(self.seq(x.detach()), 1))\n",
            "weights|micro-batches"),
     mutant("weights of the second shard as torch gives them",
-           "num_classes)\n        self._init_weights()\n", "num_classes)\n",
-           test="test_model_parallel_resnet.py::test_initial_weights_of_both_shards"),
+           "num_classes)\n        self._init_weights()\n", "num_classes)\n", "outputs"),
+    mutant("--seed ignored where the shards draw", "torch.manual_seed(seed)\n\n    def", "torch.manual_seed(2 - seed % 2)\n\n    def", "outputs",
+           flags=("--seed", "7")),
+    mutant("the first shard with another seed", "args=(block, blocks[:2], device, 2 * seed + 1)",
+           "args=(block, blocks[:2], device, 2 * seed)", "outputs"),
     mutant("both shards with one seed", "args=(block, blocks[2:], num_classes, device, 2 * seed + 2)",
            "args=(block, blocks[2:], num_classes, device, 2 * seed + 1)", "outputs"),
     mutant("warm-up among the timed batches", "[times[1:] for times", "[times for times", "timed", RESULTS),
