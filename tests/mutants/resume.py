@@ -3,6 +3,7 @@
 from tests.mutants import Mutant
 
 KILLED = "tests/test_checkpoints.py::test_killed_at_a_random_moment"
+STOPPED = "tests/test_checkpoints.py::test_stopped_at_each_save"
 CHECKPOINT, SERVER, SAVING = "common/checkpoint.py", "param_server/main.py", "rpc_rnn/saving.py"
 FAST, HISTORY, TRAIN = "rpc_rl/fast.py", "rpc_rl/results.py", "p2p_collectives/train.py"
 
@@ -40,6 +41,10 @@ MUTANTS = [
            'self.kept["env_steps"]', test="tests/test_reports.py::test_rpc_rl"),
     Mutant("samples of before the checkpoint are in the speed", "p2p_collectives/train_results.py", '"samples": self.samples',
            '"samples": len(self.epochs) * sum(self.global_batches)', check="samples|resumed", program=TRAIN),
+    Mutant("steps of before the checkpoint are in the speed of a language model", "rpc_rnn/results.py",
+           "# of an epoch\n", "# of an epoch\n        self.steps = len(epochs) * n_steps\n", test=f"{STOPPED}[rpc_rnn.main]"),
+    Mutant("a training that is over is refused", "param_server/data.py", 'state["epochs"] > args.epochs', 'state["epochs"] >= args.epochs',
+           test=f"{STOPPED}[param_server.main]"),
     Mutant("the settings are not saved", CHECKPOINT, '"settings": args.settings, ', "",
            test="tests/test_checkpoints.py::test_a_checkpoint_has_the_flags_of_its_training"),
     Mutant("the oracle's training goes on, the server's begins anew", SERVER,
