@@ -62,6 +62,7 @@ def trained(place, program):
     return soak.left_in(place, program), next((metrics[name] for name in metrics if name.endswith("_per_s")), None)
 
 
+@pytest.mark.timeout(600)  # four trainings or five
 @pytest.mark.parametrize("program", ALL, ids=lambda program: program.lesson)
 def test_stopped_at_each_save(program, tmp_path):
     """And resumed: state, metrics and speed are those of a training that nobody stopped; from the last one, without a step."""

@@ -228,6 +228,10 @@ def test_skew(drawn, tmp_path, capfd):
     skew_results.finish(metrics, args)
     assert last_line(capfd) == ("skew on 2 ranks: a step takes 0.700 s where rank 1 takes 0.5 s longer, "
                                 "0.200 s where none does")
+    [bars] = drawn()
+    # The middles of rank 0's.
+    assert bars["forward and extra work"][0] == about(0.05)
+    assert bars["backward(): mostly waiting for the others"][0] == about(0.35)
 
 
 def test_rings(drawn, tmp_path):
@@ -287,11 +291,11 @@ def test_hybrid_of_all_trainers(drawn, tmp_path, capfd):
     args = args_of(hybrid, tmp_path, "--world_size", 4, "--num_classes", 5)
     other = [{"loss": epoch["loss"] + 1, "accuracy": epoch["accuracy"] - 0.25} for epoch in HISTORY]
     metrics = hybrid_results.over_trainers([
-        {"epochs": epochs, "steps_per_s": speed, "bytes_per_step": 10 * speed, "table_gradient_bytes": 4}
+        {"epochs": epochs, "steps_per_s": speed, "bytes_per_step": 11 * speed, "table_gradient_bytes": 4}
         for epochs, speed in ((HISTORY, 100.0), (other, 300.0))])
     hybrid_results.finish(metrics, args)
     assert last_line(capfd) == ("2 trainers: loss 3.50 -> 1.50, accuracy 12% -> 62% (chance 20%) | "
-                                "200 steps/s per trainer, 2.0 kB a step")
+                                "200 steps/s per trainer, 2.2 kB a step")
     losses, accuracies = drawn()
     assert losses == {"training loss": ([1, 2, 3], [3.5, 3.0, 1.5])}
     assert accuracies == {"accuracy on new batches": ([1, 2, 3], [12.5, 37.5, 62.5]),

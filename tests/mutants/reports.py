@@ -26,6 +26,8 @@ MUTANTS = [
     said("MiB of an update are called MB", UPDATES, "metrics['bytes_per_update'] / 1e6", "metrics['bytes_per_update'] / 2**20",
          "test_batched_updates"),
     said("GiB of all processes are called GB", UPDATES, "peak / 1e9", "peak / 2**30", "test_batched_updates"),
+    said("KiB of a step are called kB", HYBRID, "metrics['bytes_per_step'] / 1000", "metrics['bytes_per_step'] / 1024",
+         "test_hybrid_of_all_trainers"),
     said("milliseconds of a barrier are called us", SHARED, "1e6 * metrics['barrier_s']", "1e3 * metrics['barrier_s']",
          "test_shared_memory"),
     # One rank for all of them.
@@ -66,6 +68,8 @@ MUTANTS = [
          "test_replicas_drift_apart_in_their_last_parameter"),
     # Pictures that do not show the numbers of the table.
     said("gradients drawn over the parameters", FSDP, "bottom=below", "bottom=0", "test_fsdp"),
+    said("waiting drawn as computing", "ddp_basic/skew_results.py", '(computing, "forward"), (waiting, "backward with all_reduce")',
+         '(waiting, "forward"), (computing, "backward with all_reduce")', "test_skew"),
     said("transfer drawn over computing", UPDATES, "bottom=bottom, ", "", "test_batched_updates"),
     said("shares drawn as percents", HYBRID, "[100 * share for share in run]", "run", "test_hybrid_of_all_trainers"),
     said("each trainer has the staleness of all", "param_server/results.py", 'trainer["staleness"]["histogram"].items()',
