@@ -25,7 +25,7 @@ MUTANTS = [
     # Flags that do not go together.
     accepted("a threshold out of reach", "rpc_rl/results.py", "args.reward_threshold >= longest and not args.check"),
     Mutant("a threshold just out of reach", "rpc_rl/results.py", "args.reward_threshold >= longest", "args.reward_threshold > longest",
-           test=f"{FLAGS}::test_known_bad_input"),
+           test=f"{FLAGS}::test_bad_input"),
     accepted("a batch that does not divide", "transformer_parallel/main.py",
              "args.batch_size % (args.world_size * args.accumulate)"),
     accepted("more trainers than images", "param_server/data.py",
