@@ -69,7 +69,7 @@ SOME = {
     "test_warnings_as_errors": NEVER,
     "test_odd_temporary_folders": NEVER,
     "test_killed_at_a_random_moment": r"ddp_basic",
-    "test_stopped_at_each_save": r"ddp_basic|param_server.main",
+    "test_stopped_at_each_save": r"ddp_basic",
     "test_killed_while_it_writes_under_torchrun": r"rpc_rnn",
     "test_the_table_has_what_is_saved": r"ddp_basic|rpc_rnn|p2p",  # trained for other tests, too
     "test_ddp_basic.py::test_two_runs_at_once": NEVER,
