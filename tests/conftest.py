@@ -6,19 +6,14 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-from common.launcher import start
 
-from tests import helpers
+from tests import helpers, warm
 
-start.PRELOAD.append("tests.preload")  # once for all tests, not once in each worker
 # Several runs share the cores, and a process that polls its shared memory would take the time of all others.
 # What is started cold (tests/helpers.py) sends as it does for a user.
 os.environ.setdefault("RPC_TRANSPORTS", "uv")
 # What connects asks for a name; a name server that is slow would hold up a start for longer than any test waits.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-# More threads would only wait for each other: several test processes share the cores.
-torch.set_num_threads(1)
 # Where a script has started pytest in the background, Ctrl-C would be ignored here and by all that is started.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -94,6 +89,20 @@ SOME = {
     "test_search": NEVER,
     "test_perfetto": NEVER,
 }
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):  # all workers share one server
+        warm.owner = os.getppid()
+
+
+def pytest_collection():
+    """Prepare who runs tests; the process that only hands them out to workers need not wait for torch."""
+    import torch
+    from common.launcher import start
+
+    start.PRELOAD.append("tests.preload")  # once for all tests, not once in each worker
+    torch.set_num_threads(1)  # more would only wait for each other: several test processes share the cores
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups

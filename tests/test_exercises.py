@@ -24,6 +24,7 @@ from exercises.verdict import not_yet
 from exercises.words import WORDS, say
 from tests.helpers import SOON_S, in_folder
 from tests.warm import Popen as WarmPopen
+from tests.warm import address
 
 PATIENCE = 3.0  # several tests run beside each other
 ALL = exercises()
@@ -335,11 +336,21 @@ def test_wrong(exercise, wrong, tmp_path):
 
 # --- of the engine: part of make test
 
+# `python -m exercises`, whose runs are forked.
+WARM = """
+import runpy, subprocess, types
+from exercises import running
+from tests import warm
+warm.address = lambda: {address!r}
+running.subprocess = types.SimpleNamespace(**{{**vars(subprocess), "Popen": warm.Popen}})
+runpy.run_module("exercises", run_name="__main__", alter_sys=True)
+"""
+
 
 def test_a_session_in_a_terminal(tmp_path):
     """Save the stub: the symptom. Save the solution: it passes. Then the next one."""
     exercise = named("07")
-    command = [sys.executable, "-m", "exercises", "learn", "07", "--lang", "en",
+    command = [sys.executable, "-c", WARM.format(address=address()), "learn", "07", "--lang", "en",
                "--folder", str(tmp_path), "--patience", str(PATIENCE)]
     ours, theirs = pty.openpty()
     process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,

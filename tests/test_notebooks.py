@@ -16,7 +16,7 @@ import pytest
 from traitlets.config import Config
 
 from tests import warm
-from tests.helpers import ROOT, SOON_S, in_folder
+from tests.helpers import ROOT, SOON_S, processes
 from tests.test_docs import module_of
 from tests.test_layout import FOLDERS
 
@@ -145,17 +145,18 @@ def test_commands_are_those_of_the_pages():
     assert len(commands()) == len(set(commands()))
 
 
-def as_run(notebook, short):
+def as_run(notebook, short, lessons=""):
     """Let a command that fails fail its cell; leave out the installation, and run a `short` form, without the checks.
 
-    The checks run in `test_check_passes` of each program. The last of several equal flags is the one that counts.
+    The checks run in `test_check_passes` of each program. The last of several equal flags is the one that counts. Commands
+    and pictures are those of the sections that match `lessons`.
     """
     cells = []
     for cell in notebook.cells:
         command = COMMAND.search(cell.source)
         if cell.id == "setup-pip":
             cell.source = re.sub("^!pip .*$", "", cell.source, flags=re.MULTILINE)
-        elif CHECKED.match(cell.source) and short:
+        elif CHECKED.match(cell.source) and short or re.search("-(run|picture)$", cell.id) and not re.match(lessons, cell.id):
             continue
         elif command and not cell.source.startswith("#"):
             cell.source = f"{command[0]} {SHORT[command[1]] if short else ''}\nassert _exit_code == 0"
@@ -196,16 +197,16 @@ def execute(notebook, folder, limit_s):
     return printed, [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
 
 
-def runs_quietly(folder, capfd, short, limit_s, server=None):
-    """Execute the Japanese tour: all pictures, no warning, no clone, and neither process, but the server, nor file."""
-    notebook = as_run(nbformat.read(JAPANESE, as_version=4), short)
+def runs_quietly(folder, capfd, limit_s=300, **form):
+    """Execute the Japanese tour in this form (`as_run`): all pictures, no warning, no clone, and neither process nor file is left."""
+    notebook = as_run(nbformat.read(JAPANESE, as_version=4), **form)
     printed, pictures = execute(notebook, folder, limit_s)
     assert len(pictures) == len([cell for cell in notebook.cells if cell.source.startswith("Image(")])
     assert f"{folder.parent}\n" in printed  # the repository at hand
     assert not re.search("warning|deprecated|traceback|error", printed, re.IGNORECASE)
     assert capfd.readouterr() == ("", "")  # the kernel's own
     deadline = time.monotonic() + SOON_S
-    while left := [process for process in in_folder(folder.parent / "tmp") if process.pid != server]:
+    while left := processes(lambda process: Path(process.cwd()).is_relative_to(folder.parent)):
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.05)
     assert [path for path in (folder.parent / "tmp").iterdir() if not path.name.startswith("torchinductor_")] == []
@@ -214,29 +215,26 @@ def runs_quietly(folder, capfd, short, limit_s, server=None):
 
 @pytest.fixture
 def warm_python(at_hand, monkeypatch):
-    """A `python` that is forked (tests/warm.py), from a server of its own: it has this test's TMPDIR."""
-    address = f"/tmp/warm-notebook-{os.getpid()}"
+    """A `python` that is forked (tests/warm.py)."""
     python = at_hand.parent / "bin" / "python"
     python.parent.mkdir()
-    python.write_text(warm.as_python(address))
+    python.write_text(warm.as_python())
     python.chmod(0o755)
     monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}{os.environ['PATH']}")
-    with warm.start_server(address) as server:
-        yield server.pid
-        server.stdin.close()
 
 
 @pytest.mark.timeout(600)
-def test_it_runs(at_hand, warm_python, capfd, monkeypatch):
+@pytest.mark.parametrize("lessons", ["(p2p_collectives|ddp_basic)-", ""], ids=["two lessons", "all lessons"])
+def test_it_runs(lessons, at_hand, warm_python, capfd, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # these short runs gain nothing from threads, and other tests run beside
-    runs_quietly(at_hand, capfd, short=True, limit_s=300, server=warm_python)
+    runs_quietly(at_hand, capfd, short=True, lessons=lessons)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_it_runs_as_it_stands(at_hand, capfd):
     """All commands, all checks: `pytest -n 0 -m soak tests/test_notebooks.py`, about 10 minutes on 2 cores."""
-    printed = runs_quietly(at_hand, capfd, short=False, limit_s=300)
+    printed = runs_quietly(at_hand, capfd, short=False)
     assert "CartPole-v1 solved in" in printed
     assert "FAIL" not in printed
 

@@ -9,7 +9,6 @@ What a fork does not show, such as how a fresh interpreter starts, the tests of 
 lesson show with `subprocess.Popen` itself (`cold=True` in tests/helpers.py).
 """
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -46,7 +45,7 @@ class Popen(subprocess.Popen):
         request = {"argv": argv, "environ": dict(os.environ if env is None else env), "namespace": namespace,
                    "folder": str(cwd or os.getcwd()), "session": start_new_session}
         self._life = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._life.connect(_address())
+        self._life.connect(address())
         descriptors = [default if stream == -1 else stream for default, stream in enumerate(streams)]
         socket.send_fds(self._life, [json.dumps(request).encode()], descriptors)
         self.pid = int(self._life.recv(100))
@@ -70,39 +69,39 @@ if sys.platform != "linux":  # the server needs /proc, sockets of messages and n
     Popen = subprocess.Popen
 
 
+owner = os.getpid()  # the process with which the server ends; all workers of pytest-xdist have the same (tests/conftest.py)
 _starting = threading.Lock()
 
 
-def _address():
+def address():
+    """Return the path of the server, which the first one starts who asks."""
     with _starting:  # a cache alone would let two threads start two servers
-        return _own_server()
+        return _started()
 
 
 @functools.cache
-def _own_server():
-    """Start the server of this process, which ends with it; return its address."""
-    address = f"/tmp/warm-{os.getpid()}"
-    atexit.register(start_server(address).stdin.close)
-    return address
+def _started():
+    path = f"/tmp/warm-{owner}"
+    with open(f"{path}.lock", "w") as lock, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if probe.connect_ex(path):
+            environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # read while torch is imported; the launcher sets it later
+            server = subprocess.Popen([sys.executable, __file__, path, str(owner)], stdin=subprocess.DEVNULL,
+                                      stdout=subprocess.PIPE, env=environ, start_new_session=True)
+            with server.stdout as ready:
+                assert ready.read(1)
+            server.returncode = 0  # nobody waits for it
+    return path
 
 
-def start_server(address):
-    """A server at a path, with this process's environment. It ends when its stdin is closed."""
-    environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # read while torch is imported; the launcher sets it later
-    server = subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              env=environ, start_new_session=True)
-    assert server.stdout.read(1)
-    return server
-
-
-def as_python(address):
-    """The text of an executable that is `python`, but that a server forks it."""
+def as_python():
+    """The text of an executable that is `python`, but that the server forks it."""
     return (f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
-            f"from tests import warm\nwarm._address = lambda: {address!r}\n"
+            f"from tests import warm\nwarm.address = lambda: {address()!r}\n"
             "sys.exit(warm.Popen([sys.executable, *sys.argv[1:]]).wait())\n")
 
 
-def serve(address):
+def serve(address, owner):
     """Fork a process for each request and say how it ends. Returns only in the forked processes, with the request."""
     ended, wakeup = socket.socketpair()
     for end in (ended, wakeup):
@@ -114,13 +113,15 @@ def serve(address):
         Path(address).unlink(missing_ok=True)  # of a killed server whose process id has come again
         listener.bind(address)
         listener.listen()
-        for readable in (listener, ended, sys.stdin):
+        over = os.pidfd_open(owner)
+        for readable in (listener, ended, over):
             selector.register(readable, selectors.EVENT_READ)
         os.write(1, b".")
         while True:
             ready = [key.fileobj for key, _ in selector.select()]
-            if sys.stdin in ready:
-                os.unlink(address)
+            if over in ready:
+                for path in (address, f"{address}.lock"):
+                    os.unlink(path)
                 os._exit(0)
             if ended in ready:
                 ended.recv(4096)
@@ -131,6 +132,9 @@ def serve(address):
             if listener in ready:
                 life, _ = listener.accept()
                 message, streams, _, _ = socket.recv_fds(life, 2**20, 3)
+                if not message:  # somebody has only looked whether there is a server
+                    life.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     break
@@ -289,4 +293,4 @@ if __name__ == "__main__":
     runpy.run_path(Path(__file__).parent.parent / "common/vision.py")["import_torchvision"]()
     gc.collect()
     gc.freeze()
-    become(**serve(sys.argv[1]))
+    become(**serve(sys.argv[1], int(sys.argv[2])))
