@@ -91,7 +91,7 @@ def wait_for_worker(run, rank, way):
 def test_fault_of_a_real_launcher(fault, tmp_path):
     """Ctrl-C goes to all processes of a terminal; `timeout` repeats SIGTERM; a killed one cannot clean up."""
     method = ["--start_method", "spawn"] if "spawn" in fault else []
-    with running(script("rpc_rl/main.py", *method), tmp_path, until="episode 10 ", cold=fault == "SIGINT") as run:
+    with running(script("rpc_rl/main.py", *method), tmp_path, until="episode 10 ") as run:
         if "frozen" in fault:
             os.kill(workers(run)[2], signal.SIGSTOP)
         for pause in range(10 if "ten" in fault else 1):  # until it is gone; also on its way out
@@ -327,10 +327,6 @@ def test_surroundings(tmp_path, free_port):
         "address": (["--rank", 0, "--master_addr", "8.8.8.8", "--master_port", free_port], {}, 2,
                     f"error: --master_port {free_port} cannot be opened on 8.8.8.8 (cannot assign requested address); "
                     "give another port to all ranks\n"),
-        "full width": (["--world_size", "２"], {}, 2, "error: argument --world_size: '２' is not accepted; give a whole number "
-                       "at least 1 and at most 65536\n"),
-        "underscore": (["--seed", "1_0"], {}, 2, "error: argument --seed: '1_0' is not accepted; give a whole number at least 0 "
-                       "and at most 2147483647\n"),
     }
     with contextlib.ExitStack() as stack:
         runs = {}

@@ -13,12 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-import hypothesis
 import pytest
 import torch
 from common import data, limits, program, report
 from common.vision import import_torchvision
-from hypothesis import strategies
 
 from ddp_basic import elastic
 from p2p_collectives import train as p2p_train
@@ -174,36 +172,35 @@ VALUES = [
     "a\tb", "a\nb", "%s", "-", "--", "--seed", "folder", "pipe", "text", "loop", "text/below",
     "/dev/null", "/proc/1/nowhere", "localhost", "127.0.0.1", "::1", "localhost:29500", "cpu",
     "cuda", "cuda:0", "cuda:99", "cuda:9999999999"]
-LETTERS = strategies.characters(exclude_categories=("Cs", "Cc"), exclude_characters="/.-")
 
 
-def values(action):
-    """Values of a flag, as texts: of its type and of others."""
-    if action.nargs == 0:
-        return strategies.just([])
-    numbers = strategies.integers(1, 64) | strategies.integers() | strategies.floats()
-    value = strategies.sampled_from(VALUES) | numbers.map(str)
-    value |= strategies.text(LETTERS, max_size=20)
-    if action.choices:
-        value = strategies.sampled_from(sorted(map(str, action.choices))) | value
-    return strategies.lists(value, min_size=1, max_size=1 if action.nargs is None else 3)
+def for_all(parser, max_examples, holds, without=()):
+    """Run `holds(argv)` for command lines that are drawn, the same ones each time: a few flags, each with one value or several."""
+    import hypothesis  # takes long to import, in each worker
+    from hypothesis import strategies
 
-
-@strategies.composite
-def command_lines(draw, parser, without=()):
-    """A few flags of a parser, each with one value or several."""
     actions = [action for action in parser._actions if action.dest not in ("help", *without)]
-    some = strategies.lists(strategies.sampled_from(actions), unique=True, min_size=1, max_size=5)
-    flags = [(action.option_strings[0], *draw(values(action))) for action in draw(some)]
-    return [word for flag in flags for word in flag]
+    letters = strategies.characters(exclude_categories=("Cs", "Cc"), exclude_characters="/.-")
+    numbers = strategies.integers(1, 64) | strategies.integers() | strategies.floats()
+    any_value = strategies.sampled_from(VALUES) | numbers.map(str) | strategies.text(letters, max_size=20)
 
+    def values(action):
+        """Of its type and of others, as texts."""
+        if action.nargs == 0:
+            return strategies.just([])
+        value = strategies.sampled_from(sorted(map(str, action.choices))) | any_value if action.choices else any_value
+        return strategies.lists(value, min_size=1, max_size=1 if action.nargs is None else 3)
 
-def for_all(command_lines, max_examples, holds):
-    """Run `holds(argv)` for drawn command lines, the same ones each time."""
+    @strategies.composite
+    def command_lines(draw):
+        some = strategies.lists(strategies.sampled_from(actions), unique=True, min_size=1, max_size=5)
+        flags = [(action.option_strings[0], *draw(values(action))) for action in draw(some)]
+        return [word for flag in flags for word in flag]
+
     hypothesis.configuration.set_hypothesis_home_dir(Path.cwd() / ".hypothesis")
     settings = hypothesis.settings(max_examples=max_examples, derandomize=True, deadline=None,
                                    database=None, suppress_health_check=hypothesis.HealthCheck)
-    settings(hypothesis.given(command_lines)(holds))()
+    settings(hypothesis.given(command_lines())(holds))()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -215,7 +212,7 @@ def test_any_input(name, stubbed):
         else:
             one_line(err)
 
-    for_all(command_lines(parser_of(name)), 20, accepted_or_one_line)
+    for_all(parser_of(name), 20, accepted_or_one_line)
 
 
 def all_flags():
@@ -263,7 +260,7 @@ def test_one_rank_of_torchrun_says_it(name, stubbed, torchrun):
             one_line(said)
 
     # Without MNIST: who does not have it waits for the first rank, which has ended.
-    for_all(command_lines(parser, without=["dataset"]), 10, one_rank_says_it)
+    for_all(parser, 10, one_rank_says_it, without=["dataset"])
 
 
 @pytest.mark.parametrize(("name", "flags"), [
@@ -302,6 +299,8 @@ SECONDS = "at least 0.01 and at most 10000000"
 NO_PORT = "give the port with --master_port, and no IPv6"
 KNOWN = [
     *((flag, value, "give a whole number at least") for flag in (*SIZES, *OTHER_COUNTS, *MORE_COUNTS) for value in ("0", "-1")),
+    ("--world_size", "２", "'２' is not accepted; give a whole number at least"),
+    ("--seed", "1_0", "'1_0' is not accepted; give a whole number at least 0 and at most 2147483647"),
     *((flag, "1.5", "is not accepted; give a whole number") for flag in ("--epochs", "--world_size", "--num_steps")),
     *((flag, value, "at least 0 and at most 1") for flag in ("--dropout", "--gamma") for value in ("-0.1", "1.5", "nan")),
     *((flag, value, "give a number above 0") for flag in ("--lr", "--reward_threshold") for value in ("0", "-0.1", "nan", "inf")),
