@@ -23,7 +23,7 @@ demo: .venv/ready
 	@echo "next: . .venv/bin/activate, and then, for example, python p2p_collectives/main.py"
 
 quick: .venv/ready
-	$(BIN)/python -m pytest -m quick
+	$(BIN)/python -m pytest -n 2 -m quick
 
 test: .venv/ready
 	$(BIN)/python -m pytest
