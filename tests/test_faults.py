@@ -354,11 +354,13 @@ def test_second_failure(lesson, clean, tmp_path, capfd):
 
 
 @in_turns
+@pytest.mark.parametrize("stuck", [
+    [("rpc_rl.main", "agent"), ("rpc_rl.main", "observer1")],
+    [("batch_rl.main", "observer1"), ("model_parallel_resnet.main", "master")],
+], ids=lambda stuck: stuck[0][0])
 @pytest.mark.parametrize("fault", ["lock", "loop"])
-def test_standstill(fault, clean, tmp_path, capfd):
+def test_standstill(fault, stuck, clean, tmp_path, capfd):
     """Nobody comes back from a call that has no limit: the run tells so once, and goes on until a signal ends it."""
-    stuck = [("rpc_rl.main", "agent"), ("rpc_rl.main", "observer1"), ("batch_rl.main", "observer1"),
-             ("model_parallel_resnet.main", "master")]
     patient_s = 2 * TIMEOUT_S  # who computes for ever takes a core from those who answer
     runs = [Run(named(lesson), tmp_path, fault, role, [(NOTED, role, "SIGKILL")], OF_A_RANK["SIGKILL"],
                 patient_s) for lesson, role in stuck]

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(not shutil.which("npm") or not CHROMIUM, reason="needs npm and Chromium")
+pytestmark = [pytest.mark.skipif(not shutil.which("npm") or not CHROMIUM, reason="needs npm and Chromium"), pytest.mark.nightly]
 SHOWN = ("ja/index.html", "ja/lessons/6_5.html", "ja/lessons/6_4.html", "en/lessons/6_7.html", "en/faults.html",
          "ja/source/rpc_rl/main.py.html", "ja/files/docs/results/replays/rpc_rnn.html")
 
