@@ -195,7 +195,7 @@ def run_as_main(argv, environ):
         attempts = 1 + int(given.get("--max_restarts", 0))
         waiting = [Waiting() for _ in range(attempts * int(given["--nproc_per_node"]))]
         subprocess_handler.Popen = functools.partial(_rank_of_torchrun, waiting)
-    elif "TORCHELASTIC_RUN_ID" not in environ:
+    elif "RANK" not in environ:
         util.spawnv_passfds = functools.partial(_fork_server, Waiting(), util.spawnv_passfds)
     if argv[0] == "-m":
         sys.argv = argv[1:]
