@@ -378,7 +378,7 @@ def test_standstill(fault, stuck, clean, tmp_path, capfd):
 
 @in_turns
 @pytest.mark.parametrize("runs", [
-    [("rpc_rl.main", 0.5), ("batch_rl.main", 0.5), ("param_server.main", 0.5)],
+    [("rpc_rl.main", 0.5), ("batch_rl.main", 0.5), ("param_server.main", 0.1)],  # the last: its trainers wait for each other
     [("ddp_rpc_hybrid.main", 0.5), ("ddp_rpc_hybrid.main", 3.0)],
     [("param_server.batch_update", 0.5), ("rpc_rnn.several_trainers", 0.5)],
 ], ids=lambda runs: runs[0][0])
