@@ -84,7 +84,7 @@ OF_A_MACHINE = {
                          "(raised KeyboardInterrupt|was stopped)"),
     "cable cut": Fault("its machine is lost, a cable cut", "そのマシンの停止、ケーブルの切断",
                        r"cannot be reached: no sign of life for \d+ s", by_silence=True,
-                       more_s=10),  # torchrun looks for its store for 5 s before it ends
+                       note="torchrun itself ends up to 10 s later", note_ja="torchrun自身が終わるのは、さらに10秒後までになることがある"),
     "never comes": Fault("it is not started", "起動されない", "has not joined within {joins} s", "",
                          by_silence=True, more_s=8),
     "rank 0 never comes": Fault("rank 0 is not started", "ランク0が起動されない",
