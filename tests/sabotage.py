@@ -121,6 +121,7 @@ def replace(what, wrapper):
 
 def main(name, rank, what, slowed, *flags):
     """Run the lesson `name` with `for_ever` in place of its `run_worker`."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # of the ranks, too
     lesson = importlib.import_module(name)
     launch = program.launch
 

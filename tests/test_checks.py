@@ -87,7 +87,7 @@ CHECKS = {
     },
     "model_parallel_resnet.early_backward": {f"{SHARDS} --num_splits 1 3": 14},
     "model_parallel_resnet.schedules": {
-        f"{SHARDS} --num_splits 3 --batch_size 30 --schedule 1f1b": 14,
+        f"{SHARDS} --num_splits 3 --batch_size 6 --schedule 1f1b": 14,
         "--arch resnet18 --num_splits 2": 14,
         **{f"{SHARDS} --num_splits 2 --schedule {name}": 14 for name in ("interleaved", "zero_bubble", "zero_bubble_v")},
     },
@@ -122,12 +122,13 @@ CHECKS = {
     "rpc_rnn.prefetch": {f"{RNN} --nlayers 3 --dropout 0.5": 21},
     "rpc_rnn.several_trainers": {f"{RNN} --nlayers 3 --dropout 0.5 --world_size 4": 23},
     "transformer_parallel.main": {f"{LETTERS} --world_size 3 --batch_size 12 --bucket_kb 300 --accumulate 2": 37},
-    "transformer_parallel.zero": {f"{LETTERS} --world_size 5 --batch_size 10": 54, "--world_size 4 --batch_size 4 --seq_len 1 --blocks 1 --steps 1": 54},
+    "transformer_parallel.zero": {f"{LETTERS} --world_size 3 --batch_size 6": 54, "--world_size 4 --batch_size 4 --seq_len 1 --blocks 1 --steps 1": 54},
     "transformer_parallel.experts": {
         f"{LETTERS} --world_size 3 --batch_size 6 --blocks 3 --experts 6 --capacity_factor 0.8 --balance 0.1": 49,
         "--world_size 2 --batch_size 2 --seq_len 4 --blocks 1 --experts 2 --capacity_factor 0.1 --balance 0": 49,
     },
     "transformer_parallel.mesh": {
+        "--seed 7 --lr 0.01 --batch_size 4 --seq_len 4 --blocks 5 --micro_batches 1": 62,
         f"{LETTERS} --world_size 6 --row 3 --batch_size 12 --seq_len 12 --blocks 7 --micro_batches 2": 62,
         "--world_size 2 --row 1 --batch_size 2 --seq_len 4 --blocks 2 --micro_batches 1": 62,
     },

@@ -46,9 +46,10 @@ class Program(NamedTuple):
         """What makes a pause before each call, so that a run that is to be disturbed leaves the cores to others."""
         return list(self.raises.values())
 
-    def sabotaged(self, what):
-        """The arguments of tests/sabotage.py, with which `what` (with `:fault`, or it raises) fails in rank 1."""
-        return [self.lesson, "1", what, ",".join(self.slowed())]
+    def sabotaged(self, role=None, fault=None):
+        """The arguments of tests/sabotage.py, with which `fault` happens in `role`, or else nothing."""
+        rank, what = (self.roles.split().index(role), f"{self.raises[role]}:{fault}") if fault else (0, "-")
+        return [self.lesson, str(rank), what, ",".join(self.slowed())]
 
 
 PROGRAMS = [

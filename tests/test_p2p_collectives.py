@@ -37,7 +37,7 @@ def fails(main, folder, *given):
 
 def test_demos(tmp_path):
     """The README's first command."""
-    result = run(script(*commands_in(README)[0][1:]), tmp_path, cold=True)
+    result = run(script(*commands_in(README)[0][1:]), tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert result.stdout.splitlines()[-2] == "19 operations on 4 ranks over gloo: every rank holds what it should"

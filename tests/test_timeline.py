@@ -95,7 +95,7 @@ def test_picture_and_trace(tmp_path):
     page.save(recorded, tmp_path)
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     found = [(names[event["pid"]], event["name"], event["ts"], event["dur"], event["tid"])
              for event in events if event["ph"] == "X"]  # microseconds; what overlaps has a row
     assert found == [("worker1", "forward", 0, 2e6, 0), ("worker1", "forward", 1e6, 2e6, 1),
@@ -151,7 +151,7 @@ def events_of(folder, category="span"):
 
 def kinds(folder):
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     return {name: {event["name"] for event in events_of(folder) if names[event["pid"]] == name}
             for name in names.values()}
 

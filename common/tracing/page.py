@@ -119,9 +119,13 @@ def _trace_events(record: dict, begin: float, end: float) -> list[dict]:
 
     The spans are in the first rows of a process, its messages below; an arrow joins two of those.
     """
-    events = []
+    events, named = [], set()
 
     def add(pid, tid, name, start, stop, cat, args):
+        if (pid, tid) not in named:
+            named.add((pid, tid))
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid,
+                           "args": {"name": f"{cat}s"}})
         ts = round((start - begin) * 1e6, 3)
         events.append({"ph": "X", "name": name, "cat": cat, "pid": pid, "tid": tid, "ts": ts,
                        "dur": max(round((stop - begin) * 1e6, 3) - ts, 0), "args": args})
