@@ -73,7 +73,7 @@ def row_of(milliseconds, args):
         rnn = measure(machines, RNN.format(turns=args.turns).split(), reporting_rank=1)
         row |= {"plain_ms": rnn["ms_per_step"]["this lesson"],
                 "prefetch_ms": rnn["ms_per_step"]["prefetch"],
-                "prefetch_ratio": rnn["prefetch_ratio"]["plain"]}
+                "prefetch_ratio": rnn["prefetch_ratio"]}
         words = RL.format(envs=args.envs_per_observer, turns=args.turns, steps=args.steps)
         rl = measure(machines, words.split(), reporting_rank=0)
         row |= {f"{name}_per_s": steps for name, steps in rl["medians"].items()}

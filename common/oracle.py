@@ -154,6 +154,29 @@ def load_float64(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
             TensorDataset(test[0].double(), test[1]))
 
 
+class Draws:
+    """Keeps the random numbers of one of several processes, a sequence of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.gpus, self.states = [device] if device.type == "cuda" else [], None
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Let what is inside draw from this sequence, and what is outside not notice."""
+        with torch.random.fork_rng(self.gpus):
+            if self.states:
+                torch.set_rng_state(self.states[0])
+                for gpu, state in zip(self.gpus, self.states[1:], strict=True):
+                    torch.cuda.set_rng_state(state, gpu)
+            yield
+            self.states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.gpus)]
+
+    def seed(self, seed: int) -> None:
+        """Begin the sequence that a process has after `torch.manual_seed(seed)`."""
+        with self.drawing():
+            torch.manual_seed(seed)
+
+
 def fingerprints(images: torch.Tensor) -> torch.Tensor:
     """Compute of images (n, ...) the numbers (n,) by which each one can be recognized."""
     pixels = images.detach().flatten(1).cpu()

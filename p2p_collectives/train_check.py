@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from common import checkpoint, report
 from common.launcher import launch
-from common.oracle import Comparison, by_rank, fingerprints, flat, load_float64, verdict
+from common.oracle import Comparison, Draws, by_rank, fingerprints, flat, load_float64, verdict
 from common.recorder import Recorder
 from common.session import device_for
 from torch import nn, optim
@@ -74,14 +74,14 @@ def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict], int]:
         lr, orders = args.lr * (1 - epoch / args.epochs), []
         for rank, (part, _) in enumerate(parts):
             draws[rank].seed(1_000_000 * args.seed + 1000 * epoch + rank)
-            with draws[rank]:
+            with draws[rank].drawing():
                 orders.append(part[torch.randperm(len(part))])
         of_epoch = [0.0] * size
         for step in range(n_steps):
             pieces, losses = [], []
             for rank, (part, slices) in enumerate(parts):
                 piece = orders[rank][slices[step]]
-                with draws[rank]:
+                with draws[rank].drawing():
                     of_samples = -scores(images[piece], 0.25)[range(len(piece)), labels[piece]]
                 pieces.append(piece)
                 losses.append(of_samples)
@@ -107,28 +107,6 @@ def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict], int]:
         epochs.append({"loss": sum(of_epoch) / size, "loss_per_rank": of_epoch,
                        "accuracy": (guesses == test_labels).double().mean().item()})
     return steps, epochs, len(images)
-
-
-class Draws:
-    """Keeps the random numbers of one rank: those of the process while this is entered."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.state = device, None
-
-    def seed(self, seed: int) -> None:
-        """Begin anew."""
-        with self:
-            torch.manual_seed(seed)
-
-    def __enter__(self) -> None:
-        if self.state:
-            torch.set_rng_state(self.state[0])
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(self.state[1], self.device)
-
-    def __exit__(self, *_: object) -> None:
-        on_gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        self.state = torch.get_rng_state(), on_gpu
 
 
 def pieces_of(rank: int, size: int, n_samples: int, n_steps: int,

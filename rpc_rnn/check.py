@@ -6,12 +6,11 @@ one also those of the tables on the server. `single_process` knows only the flag
 weights. It has its own columns, its own loop, and PyTorch's ordinary autograd and optimizers.
 
 Both compute in float64, so that a mistake cannot hide behind rounding. Dropout is matched: the
-server and the trainer draw from seeded generators, and so do the two `Stream`s here. With several
+server and the trainer draw from seeded generators, and so do the two `Draws` here. With several
 trainers the server draws in the order in which they call: dropout lets all pass, and what is held
 is how often each process has called it, and with what probability.
 """
 
-import contextlib
 import importlib
 import math
 import tempfile
@@ -19,7 +18,7 @@ import time
 import weakref
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from common.launcher import launch
-from common.oracle import Comparison, verdict
+from common.oracle import Comparison, Draws, verdict
 from common.recorder import Barriers, Recorder, gathered, named_gradients, named_weights
 from common.session import device_for
 from torch import nn
@@ -141,7 +140,7 @@ class WholeModel(nn.Module):
         self.LSTM = nn.LSTM(args.ninp, args.nhid, args.nlayers, dropout=between_layers)
         self.decoder = nn.ModuleDict({"decoder": nn.Linear(args.nhid, ntoken)})
         self.drop = nn.Dropout(args.dropout)
-        self.server, self.trainer = (Stream(device_for(args.device)) for _ in range(2))
+        self.server, self.trainer = (Draws(device_for(args.device)) for _ in range(2))
 
     def forward(self, tokens: torch.Tensor,
                 hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,29 +155,6 @@ class WholeModel(nn.Module):
     def parts(self, named: Callable[[nn.Module], dict[str, torch.Tensor]]) -> OfParts:
         """Return `named` of each part: `named_weights` or `named_gradients`."""
         return {part: named(getattr(self, part)) for part in PARTS}
-
-
-class Stream:
-    """Keeps a sequence of random numbers of its own, as another process has one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.gpus, self.states = [device] if device.type == "cuda" else [], None
-
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Let what is inside draw from this sequence, and what is outside not notice."""
-        with torch.random.fork_rng(self.gpus):
-            if self.states:
-                torch.set_rng_state(self.states[0])
-                for gpu, state in zip(self.gpus, self.states[1:], strict=True):
-                    torch.cuda.set_rng_state(state, gpu)
-            yield
-            self.states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.gpus)]
-
-    def seed(self, seed: int) -> None:
-        """Begin the sequence that a process has after `torch.manual_seed(seed)`."""
-        with self.drawing():
-            torch.manual_seed(seed)
 
 
 def write(model: WholeModel, language: data.Language, args: Namespace) -> list[int]:

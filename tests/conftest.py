@@ -43,6 +43,7 @@ SOME = {
     "test_a_cable_that_carries_one_way": r".*rpc_rl",
     "test_a_training_that_diverges": r"(ddp_basic.main---demo basic|rpc_rnn.main|model_parallel_resnet.single_machine)",
     "test_benchmark": NEVER,
+    "test_latency": NEVER,
     "test_benchmark_of_the_trainers": NEVER,
     "test_one_process": NEVER,
     "test_it_learns_and_one_seed_gives_one_training": NEVER,

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import outputs, pictures
+from benchmarks import latency, outputs, pictures
 from benchmarks.peers import collectives
+from benchmarks.two_machines import why_not
 
 MACHINE = {"cpu_count": 2, "device": "cpu", "torch": "2.13.0+cpu"}
 
@@ -106,6 +107,16 @@ def test_an_interruption_lets_the_command_tidy_up(tmp_path, monkeypatch):
         benchmarks.measure("program", tmp_path / "1")
     assert (tmp_path / "tidied").exists()
     assert not (tmp_path / "1").exists()
+
+
+def test_latency(tmp_path):
+    """It reads what two other benchmarks have measured on the two machines."""
+    if reason := why_not(round_trip_s=0):
+        pytest.skip(reason)
+    flags = "--round_trips 1 --turns 1 --steps 5 --envs_per_observer 4"
+    row, = latency.main([*flags.split(), "--output_dir", str(tmp_path)])["rows"]
+    assert row["prefetch_ratio"] == pytest.approx(row["plain_ms"] / row["prefetch_ms"])
+    assert row["double_buffering_ratio"] == pytest.approx(row["double_buffering_per_s"] / row["vector_per_s"])
 
 
 def test_rounds_of_collectives_become_one_row():
