@@ -33,6 +33,7 @@ WORDS = {
     },
 }
 ENV_BYTES, STEP_BYTES = 4000, 200  # an environment, and what is kept of each of its steps, at least
+STEPS_SHOWN = 4  # of an episode, in a timeline
 BETWEEN_LINES_S = 1.0  # of a comparison, where there is no bar
 
 
@@ -148,6 +149,30 @@ def flags_of(args: argparse.Namespace) -> dict[str, int | str]:
     """Pick the flags that metrics.json keeps: `envs` only where the program has it."""
     return {flag: getattr(args, flag) for flag in ("envs_per_observer", "envs")
             if hasattr(args, flag)}
+
+
+def shown_first(spans_by_role: dict[str, list[dict]],
+                args: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Choose the windows of a timeline: the end of the last episode in batches, and one by one.
+
+    Args:
+        spans_by_role: with a step of the agent at the end of each episode.
+        args: the parsed flags.
+
+    Returns:
+        The windows by their captions.
+    """
+    spans, windows = spans_by_role["agent"], {}
+    modes = (BATCHED, SINGLE) if hasattr(args, "num_episode") else (BATCHED,)
+    ends = sorted(span["end"] for span in spans if span["kind"] == "step")
+    begins = [0.0, *ends]
+    for mode, begin, end in zip(modes, begins[-1 - len(modes) :], ends[-len(modes) :],
+                                strict=False):
+        forwards = STEPS_SHOWN * (1 if mode == BATCHED else len(spans_by_role) - 1)
+        starts = sorted(span["start"] for span in spans
+                        if span["kind"] == "forward" and begin < span["start"] < end)
+        windows[mode] = starts[-forwards:][0], end
+    return windows
 
 
 def table_of(args: argparse.Namespace, timed: dict[int, dict[str, list]]) -> dict[str, object]:

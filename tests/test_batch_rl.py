@@ -2,6 +2,7 @@
 
 import json
 import threading
+from argparse import Namespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.futures import Future
 
 from batch_rl import double_buffering, until_solved
 from batch_rl import main as batch_rl
-from batch_rl.results import finish_training
+from batch_rl.results import finish_training, shown_first
 from benchmarks import batch_rl as benchmark
 from benchmarks import one_process
 from tests.helpers import commands_in, run, script
@@ -160,6 +161,18 @@ def test_one_seed_gives_one_training_to_the_last_digit(run_worker, envs, tmp_pat
     # The step in which an environment resets is not counted.
     every = first["episodes"] * 60 * 16
     assert 0.9 * every < first["env_steps"] < every
+
+
+def test_a_timeline_shows_both_ways():
+    """The last four steps of the last two episodes, with the update; a training has one way."""
+    def spans(kind, *starts):
+        return [{"kind": kind, "start": start, "end": start + 1} for start in starts]
+
+    agent = [*spans("step", 9, 49, 99), *spans("forward", *range(11, 20), *range(51, 90))]
+    of_roles = {"agent": agent, "observer1": [], "observer2": []}
+    of_two = Namespace(num_episode=1)
+    assert shown_first(of_roles, of_two) == {"batched": (16, 50), "single": (82, 100)}
+    assert shown_first(of_roles, Namespace()) == {"batched": (86, 100)}
 
 
 def test_benchmark(tmp_path):
