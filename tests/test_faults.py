@@ -496,9 +496,9 @@ def warm_up(folder):
     launch(sabotage.nothing, cli.Parser("test", "", 1).parse_args(["--output_dir", str(folder)]), lambda *_: "nothing")
 
 
-def wait_for(path):
+def wait_for(path, seconds=SOON_S):
     """The text of a file that another process will write."""
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + seconds
     while not path.exists() or not path.read_text():
         assert time.monotonic() < deadline, path
         time.sleep(0.05)

@@ -30,6 +30,7 @@ from tests.helpers import (
 )
 from tests.test_faults import PROGRAMS, line, wait_for
 
+COLD_S = 150  # that a busy machine may take for imports
 MANUAL_TIMEOUT_S = 10.0  # several commands that import torch at the same time come late
 BY_ITSELF = ("exception", "long traceback", "KeyboardInterrupt", "os._exit(0)", "sys.exit(0)", "sys.exit(3)", "destroyed group")
 RL, TRAIN = PROGRAMS[0], next(program for program in PROGRAMS if program.lesson == "p2p_collectives.train")
@@ -109,8 +110,8 @@ def test_fault_of_a_real_launcher(fault, tmp_path):
 def test_interrupted_with_spawn(program, tmp_path):
     """Ctrl-C in the middle of the work of ranks that `mp.spawn` has started, one of which does not come back from a call."""
     sabotaged = program.sabotaged([*program.raises][-1], "sleep")
-    with running(script("tests/sabotage.py", *sabotaged, *program.command("out", SOON_S), "--start_method", "spawn"), tmp_path) as run:
-        wait_for(tmp_path / "out" / "moment")
+    with running(script("tests/sabotage.py", *sabotaged, *program.command("out", COLD_S), "--start_method", "spawn"), tmp_path) as run:
+        wait_for(tmp_path / "out" / "moment", COLD_S)  # each rank imports torch for itself
         os.killpg(run.pid, signal.SIGINT)
         _, err = run.communicate(timeout=ENDS_S)
         assert run.returncode == 130
@@ -125,7 +126,7 @@ def test_interrupted_while_starting(children, method, tmp_path):
     command = script("ddp_basic/main.py", "--world_size", 3, "--demo", "basic", "--steps", 10_000_000,
                      "--start_method", method)
     with running(command, tmp_path, cold=True) as run:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + COLD_S
         while len(descendants(run.pid)) < children:
             assert run.poll() is None
             assert time.monotonic() < deadline
