@@ -171,6 +171,9 @@ class Follower(Launcher):
     def of_lost_store(self) -> Failure:
         """Return the failure to blame when the store is gone: one of its own comes first."""
         gone = Failure(0, "ended: its launcher is gone")
+        away, until = self.away
+        if away > self.timeout - BEAT_S and time.monotonic() - until < GRACE_S:  # they gave it up
+            gone = Failure(self.rank, f"did not answer for {away:.0f} s: its launcher was stopped")
         return min([*self.failures.values(), gone], key=lambda failure: failure.kind)
 
     def verdict(self) -> Failure | None:
