@@ -117,6 +117,7 @@ INTERRUPTED = "interrupted; stopped (2|0) processes"  # 0: before any has starte
 FORK_SERVER = f"the fork server was killed{STOPPED_BOTH}"
 GONE = "ended: its launcher is gone"
 NOT_REACHED = r"cannot be reached: no sign of life for \d+ s"
+WAS_STOPPED = r"rank {0} \(role{0}\) did not answer for \d+ s: its launcher was stopped"
 NOT_STARTED = "cannot start 1 process: the fork server has ended"
 NOT_WATCHED = "is not watched: the process beside it"
 
@@ -176,7 +177,7 @@ OF_A_LAUNCHER = {
                others=rf"rank 1 \(role1\) {GONE}; stopped 1 other process"),
         Beside("launcher SIGSTOP", "the launcher is frozen, and woken when the others have ended",
                "ランチャーが凍結し、ほかが終わってから再開する", by_silence=True,
-               line=r"rank 1 \(role1\) did not answer for \d+ s: its launcher was stopped",
+               line=WAS_STOPPED.format(1),
                others=r"rank 1 \(role1\) cannot be reached: .*; stopped 1 other process"),
         Beside("fork server SIGKILL", "the fork server is killed", "フォークサーバーがkillされる",
                "the fork server was killed; stopped 1 other process", others="the fork server was killed; stopped 1 other process"),
@@ -189,7 +190,7 @@ OF_A_LAUNCHER = {
                others=rf"rank 0 \(role0\) {GONE}; stopped 1 other process"),
         Beside("launcher SIGSTOP", "the launcher is frozen, and woken when the others have ended",
                "ランチャーが凍結し、ほかが終わってから再開する", by_silence=True,
-               line=rf"rank 1 \(role1\) {NOT_REACHED}; stopped 1 other process",
+               line=WAS_STOPPED.format(0),
                others=rf"rank 0 \(role0\) {NOT_REACHED}; stopped 1 other process"),
     ],
     ("torchrun", "run"): [

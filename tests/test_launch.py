@@ -351,6 +351,19 @@ def test_only_a_silence_of_late_is_blamed():
     assert decider.were_silent() == [watch.Failure(1, "did not answer for 6 s", watch.SILENCE)]
 
 
+@pytest.mark.parametrize(("away_s", "heard_s", "blamed"), [
+    (9, 0, (0, "did not answer for 9 s: its launcher was stopped")),  # meanwhile the other one has given up
+    (9, 2, (1, "cannot be reached: no sign of life for 8 s")),  # Ctrl-Z for both, and then the other one was lost
+    (5, 0, (1, "cannot be reached: no sign of life for 10 s")),
+])
+def test_a_launcher_that_was_stopped_blames_itself(away_s, heard_s, blamed):
+    decider, now = watch.Decider(channel.Board(dist.HashStore(), ["rank/0", "rank/1", "launcher/1"]), "ab", 8, 60), time.monotonic()
+    decider.away, decider.board.at = (away_s, now - 10), {"rank/0": now, **dict.fromkeys(["rank/1", "launcher/1"], now - 10 + heard_s)}
+    decider.board.values["launcher/1"] = {"left": False}
+    verdict = decider.verdict()
+    assert (verdict.rank, verdict.what) == blamed
+
+
 def test_beats_are_measured_by_our_own_clock(monkeypatch):
     board, now = channel.Board(dist.HashStore(), ["rank/0"]), time.monotonic()
     assert board.age("rank/0") < 0  # it may still be starting

@@ -142,6 +142,13 @@ class Launcher:
                 return verdict
         return None
 
+    def stopped(self) -> Failure | None:
+        """Return the failure of this launcher if the others have just waited in vain for it."""
+        away, until = self.away
+        if away < self.limit_s - BEAT_S or time.monotonic() - until > self.limit_s + GRACE_S:
+            return None
+        return Failure(self.rank, f"did not answer for {away:.0f} s: its launcher was stopped")
+
     def listen(self) -> None:
         """Write the own status, and take in what the others have written since the last time."""
         self.board.exchange()
@@ -170,10 +177,7 @@ class Follower(Launcher):
 
     def of_lost_store(self) -> Failure:
         """Return the failure to blame when the store is gone: one of its own comes first."""
-        gone = Failure(0, "ended: its launcher is gone")
-        away, until = self.away
-        if away > self.timeout - BEAT_S and time.monotonic() - until < GRACE_S:  # they gave it up
-            gone = Failure(self.rank, f"did not answer for {away:.0f} s: its launcher was stopped")
+        gone = self.stopped() or Failure(0, "ended: its launcher is gone")
         return min([*self.failures.values(), gone], key=lambda failure: failure.kind)
 
     def verdict(self) -> Failure | None:
@@ -252,7 +256,9 @@ class Decider(Launcher):
         now = time.monotonic()
         blamed = min(found, key=lambda failure: failure.kind)
         if blamed.kind <= SILENCE:
-            return blamed
+            unheard = (blamed.rank in self.followers and blamed.kind == SILENCE  # since we are back
+                       and self.board.age(f"launcher/{blamed.rank}") > now - self.away[1] - BEAT_S)
+            return (unheard and self.stopped()) or blamed
         # Somebody has noticed an end, or has waited in vain: who is silent, or was just now?
         for failure in (*self.silences(SUSPECT_S), *self.were_silent()):
             self.suspects.setdefault(failure.rank, failure)
