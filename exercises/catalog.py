@@ -9,9 +9,10 @@
     after                           the command of the real run
     [ja], [en]                      title, task, symptom, hints, why, look, question, answer
     [shipped]                       what is found of the stub: a message, or the kind of a verdict
-    [[messages]]                    an expression on what was found, and what that means
-    [[wrong]]                       a typical wrong attempt, and what has to be found of it
-    [[right]]                       an answer in another style, which has to pass
+    [messages.NAME]                 an expression on what was found, and what that means; of all
+                                    that fit, the first one is shown
+    [wrong.NAME]                    a typical wrong attempt, and what has to be found of it
+    [right.NAME]                    an answer in another style, which has to pass
     [[refused]]                     a name that this exercise does not allow, and why
     [[cases]]                       of measure: arguments of `predict`, flags of the run, what is
                                     measured; a tolerance: relative or absolute; the solution
@@ -31,6 +32,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 ASKING = "exercises/asking.py::predict"  # in whose place a prediction stands
 LANGUAGES = ("ja", "en")
+NAMED = ("messages", "wrong", "right")  # the tables of a toml that hold tables under their names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +107,15 @@ def place_of(text: str, qualified: str) -> tuple[int, int, int]:
 @functools.cache
 def exercises() -> list[Exercise]:
     """Return all, in order."""
-    return [Exercise(path.stem, tomllib.loads(path.read_text()))
+    return [Exercise(path.stem, _read(path))
             for path in sorted((HERE / "texts").glob("[0-9][0-9]_*.toml"))]
+
+
+def _read(path: Path) -> dict:
+    """Return what a toml holds; messages and attempts are lists, in order, each with its `name`."""
+    text = tomllib.loads(path.read_text())
+    return text | {key: [{"name": name, **table} for name, table in text[key].items()]
+                   for key in NAMED if key in text}
 
 
 def named(word: str) -> Exercise | None:
