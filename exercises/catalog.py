@@ -13,7 +13,7 @@
                                     that fit, the first one is shown
     [wrong.NAME]                    a typical wrong attempt, and what has to be found of it
     [right.NAME]                    an answer in another style, which has to pass
-    [[refused]]                     a name that this exercise does not allow, and why
+    [refused.NAME]                  a name that this exercise does not allow, and why
     [[cases]]                       of measure: arguments of `predict`, flags of the run, what is
                                     measured; a tolerance: relative or absolute; the solution
 """

@@ -35,7 +35,7 @@ def reason_to_refuse(exercise: Exercise, source: bytes) -> tuple[str, dict] | No
 
 def _refused_here(tree: ast.Module, exercise: Exercise) -> Iterator[tuple[str, dict]]:
     """Find the names that this exercise does not allow."""
-    refused = {one["call"]: one for one in exercise.text.get("refused", [])}
+    refused = exercise.text.get("refused", {})
     for node in ast.walk(tree):
         name = getattr(node, "attr", getattr(node, "id", None))
         if isinstance(node, ast.Name | ast.Attribute) and name in refused:
