@@ -441,7 +441,7 @@ def complete(runs):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(180)  # ranks that `mp.spawn` starts import torch, each for itself
     hanging = [run for run, thread in zip(runs, threads, strict=True) if thread.is_alive()]
     for process in (process for run in hanging for process in run.processes.values()):
         process.kill()
