@@ -364,6 +364,15 @@ def test_a_launcher_that_was_stopped_blames_itself(away_s, heard_s, blamed):
     assert (verdict.rank, verdict.what) == blamed
 
 
+def test_a_store_that_ends_after_ctrl_z_for_all():
+    """If it has answered since, its launcher had not given up, and died: else this one was stopped for too long."""
+    follower, now = watch.Follower(channel.Board(dist.HashStore(), ["rank/1", "verdict"], "launcher/1"), 1, 8), time.monotonic()
+    follower.away = 9, now - 5
+    for answered, rank in ((now - 14, 1), (now - 1, 0)):
+        follower.board.answered = answered
+        assert follower.of_lost_store().rank == rank
+
+
 def test_beats_are_measured_by_our_own_clock(monkeypatch):
     board, now = channel.Board(dist.HashStore(), ["rank/0"]), time.monotonic()
     assert board.age("rank/0") < 0  # it may still be starting

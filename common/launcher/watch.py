@@ -177,7 +177,8 @@ class Follower(Launcher):
 
     def of_lost_store(self) -> Failure:
         """Return the failure to blame when the store is gone: one of its own comes first."""
-        gone = self.stopped() or Failure(0, "ended: its launcher is gone")
+        unheard = self.board.answered < self.away[1] + BEAT_S  # since we are back
+        gone = (unheard and self.stopped()) or Failure(0, "ended: its launcher is gone")
         return min([*self.failures.values(), gone], key=lambda failure: failure.kind)
 
     def verdict(self) -> Failure | None:
