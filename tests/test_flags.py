@@ -337,6 +337,14 @@ KNOWN = [
 ]
 
 
+def require_the_bounds(name, argv, line, folder):
+    """Hold that what a refusal asks for at least, or at most, is not refused for the same reason."""
+    flag = re.search(r"--\w+", line)[0]
+    others = re.sub(rf"{flag}( (?!--)\S+)*", "", " ".join(argv)).split()
+    for bound, number in re.findall(r"(?:number|must be|and) (at (?:least|most) (?:--\w+ )?([\d.e+]*\d))", line):
+        assert bound not in outcome(name, [*others, flag, number], folder)[1]
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "says"), KNOWN, ids=[f"{flag} {value[:22]}" for flag, value, _ in KNOWN])
 def test_known_bad_input(flag, value, says, stubbed):
@@ -346,6 +354,7 @@ def test_known_bad_input(flag, value, says, stubbed):
         line = refusal(name, [flag, value, *more], stubbed)
         assert flag in line
         assert says in line
+    require_the_bounds(name, [flag, value, *more], line, stubbed)
 
 
 # Program, flags, and what the line says: of bounds that other programs do not have, and of flags that do not go together.
@@ -447,7 +456,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "flags", "says"), REFUSED, ids=[f"{name} {flags}" for name, flags, _ in REFUSED])
 def test_bad_input(name, flags, says, stubbed):
-    assert says in refusal(name, flags.split(), stubbed)
+    line = refusal(name, flags.split(), stubbed)
+    assert says in line
+    require_the_bounds(name, flags.split(), line, stubbed)
 
 
 @pytest.mark.parametrize("name", with_flag("--resume"))

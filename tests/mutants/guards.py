@@ -30,6 +30,8 @@ MUTANTS = [
              "args.batch_size % (args.world_size * args.accumulate)"),
     accepted("more trainers than images", "param_server/data.py",
              "starts_rank(args, 1) and args.world_size - 1 > (n_samples := len(load_data(args)[0]))"),
+    Mutant("as many trainers as images are refused", "param_server/data.py", "args.world_size - 1 > (", "args.world_size - 1 >= (",
+           test=f"{FLAGS}::test_bad_input"),
     accepted("a server and two trainers in a program for one", "rpc_rnn/main.py", "args.world_size != 2"),
     accepted("an old store for a new run", "p2p_collectives/init_methods.py", "args.file.exists() and not manual"),
     accepted("micro-batches of several shapes", "model_parallel_resnet/schedules.py", "args.batch_size % num_split"),
