@@ -61,8 +61,11 @@ IN_DOCSTRINGS = {
         "takes {shared_memory rows.all_reduce.67108864.shared_memory.median_s ms} ms, "
         "{shared_memory rows.all_reduce.67108864.shared_memory.vs_gloo .2f} times as fast as gloo"],
     "p2p_collectives/train.py": [": {p2p_train_per_parameter samples_per_s .0f} samples/s"],
-    "p2p_collectives/train_ddp.py": ["make {p2p_train_ddp samples_per_s .0f} samples/s",
-                                     ": {p2p_train_ddp samples_per_s .0f} samples/s"],
+    "p2p_collectives/train_ddp.py": [
+        "make {p2p_train_ddp samples_per_s .0f} samples/s, with train.py\n"
+        "{p2p_train_per_parameter samples_per_s .0f}, with train_flat.py "
+        "{p2p_train samples_per_s .0f} (",
+        ": {p2p_train_ddp samples_per_s .0f} samples/s"],
     "p2p_collectives/train_flat.py": [
         "make {p2p_train samples_per_s .0f} samples/s, with train.py "
         "{p2p_train_per_parameter samples_per_s .0f} (",

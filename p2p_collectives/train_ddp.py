@@ -2,8 +2,8 @@
 
 DDP averages in `backward()`: it puts gradients into buckets, and sends a bucket while the gradients
 of earlier layers are still being computed. 2 ranks on 2 cores make 5384 samples/s, with train.py
-5417 (docs/results/p2p_train_ddp.json, p2p_train_per_parameter.json); this network is so small that
-it has one bucket, and train_flat.py makes 8877.
+3430, with train_flat.py 5394 (docs/results/p2p_train_ddp.json, p2p_train_per_parameter.json,
+p2p_train.json): this network is so small that it has one bucket.
 
 It costs memory for the buckets, and the average is hidden in `backward()`.
 
