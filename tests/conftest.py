@@ -12,6 +12,8 @@ from tests import helpers, warm
 # Several runs share the cores, and a process that polls its shared memory would take the time of all others.
 # What is started cold (tests/helpers.py) sends as it does for a user.
 os.environ.setdefault("RPC_TRANSPORTS", "uv")
+# So do threads: of a rank that is alone on its machine, or in its terminal, on all cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What connects asks for a name; a name server that is slow would hold up a start for longer than any test waits.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 # Where a script has started pytest in the background, Ctrl-C would be ignored here and by all that is started.
@@ -109,11 +111,9 @@ def pytest_configure(config):
 
 def pytest_collection():
     """Prepare who runs tests; the process that only hands them out to workers need not wait for torch."""
-    import torch
-    from common.launcher import start
+    from common.launcher import start  # imports torch
 
     start.PRELOAD.append("tests.preload")  # once for all tests, not once in each worker
-    torch.set_num_threads(1)  # more would only wait for each other: several test processes share the cores
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -43,14 +43,6 @@ def ranks_of(process):
     return []
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """In all processes: sums on another number of threads are not bitwise identical."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-
-
 # --- what it computes
 
 

@@ -225,8 +225,7 @@ def warm_python(at_hand, monkeypatch):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lessons", ["(p2p_collectives|ddp_basic)-", ""], ids=["two lessons", "all lessons"])
-def test_it_runs(lessons, at_hand, warm_python, capfd, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # these short runs gain nothing from threads, and other tests run beside
+def test_it_runs(lessons, at_hand, warm_python, capfd):
     runs_quietly(at_hand, capfd, short=True, lessons=lessons)
 
 

@@ -1,7 +1,6 @@
 """Tutorial 6_2."""
 
 import json
-import os
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -107,8 +106,7 @@ def test_each_bar_has_its_label(tmp_path, monkeypatch):
 def test_the_documented_command(tmp_path):
     """With small flags: the numbers, the pictures, and what this hardware can show."""
     command = next(command[1:] for command in commands_in(README) if MAIN in command)
-    result = run(script(*command, *SMALL, "--device", "cpu", "--num_repeat", 2, "--num_batches", 2), tmp_path,
-                 cold=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    result = run(script(*command, *SMALL, "--device", "cpu", "--num_repeat", 2, "--num_batches", 2), tmp_path, cold=True)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""  # a normal run prints no warning
     lines = result.stdout.splitlines()

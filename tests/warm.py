@@ -28,7 +28,7 @@ from multiprocessing import util
 from pathlib import Path
 
 PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch.distributed.run", "torch._dynamo",
-           "gymnasium", "matplotlib.figure", "matplotlib.backends.backend_agg"]
+           "torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining", "gymnasium", "matplotlib.figure", "matplotlib.backends.backend_agg"]
 CLONE_NEWNET = 0x40000000  # of sched.h
 PR_SET_NAME = 15  # of prctl.h
 
