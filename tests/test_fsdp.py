@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ddp_basic import fsdp, fsdp_checkpoint, fsdp_memory
-from tests.test_ddp_basic import one_thread  # noqa: F401  a fixture of these tests, too
 
 EPOCHS, DIES_IN = 3, 2  # the epoch in which a rank is killed
 ORIGINAL = fsdp.run_worker
