@@ -222,7 +222,8 @@ def _difference(run: list[dict], oracle: list[dict], tolerance: float, unit: str
     scales = {}
     for step in oracle:
         for name, numbers in step.items():
-            size = numbers.abs().max().item() if numbers.numel() else 0.0
+            finite = numbers[numbers.isfinite()].abs()  # an infinite scale would hide all else
+            size = finite.max().item() if finite.numel() else 0.0
             scales[name] = max(scales.get(name, scale_at_least), size)
     first = 0 if unit == "rank" else 1
     for index, (ours, theirs) in enumerate(zip(run, oracle, strict=False), start=first):

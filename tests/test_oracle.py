@@ -40,6 +40,7 @@ def test_it_says_where_the_first_difference_is():
     ([math.nan], [1.0], "nan in 3 processes"),
     ([math.nan], [math.nan], "nan in 3 processes"),
     ([math.inf], [1.0], "inf in 3 processes"),
+    ([[math.inf, 1.0]], [[math.inf, 2.0]], "[1]: 1 in 3 processes, 2 in one process"),
     ([0.5], [1.0], "first differs at step 1: 0.5 in 3 processes"),
     ([[[0, 1], [2, 3]]], [[[0, 1], [2, 9]]], "first differs at step 1, [1, 1]: 3 in 3 processes"),
     ([[[0, 1], [2]]], [[[0, 1], [3]]], "first differs at step 1, 1[0]: 2 in 3 processes"),

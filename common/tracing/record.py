@@ -87,7 +87,7 @@ def save(folder: Path, program: str | None = None, args: Namespace | None = None
         if not record["failed"] and any(spans.values()):
             shown = choose(spans, args)
         page.save(record, folder.parent, shown)
-    shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_program(name: str) -> bool:
