@@ -31,8 +31,8 @@ LARGEST_INT = 2**63 - 1  # that tensors and their libraries can hold
 MOST_PROCESSES = 2**16  # on all machines together
 SHORTEST_S = 0.01  # below it, some libraries round to 0, and take that for "for ever"
 LONGEST_S = 10_000_000.0  # a third of a year: what the timers of all libraries can hold
-# What may differ where a training goes on from a checkpoint: how long, and what is shown of it.
-# That a text is the same is seen from its characters, wherever it is.
+# What may differ where a training goes on from a checkpoint: how long, where its files are, what is
+# shown of it. That the text of --corpus is the same is seen from the characters in the checkpoint.
 MAY_CHANGE = {"checkpoint", "resume", "data_dir", "corpus", "log_interval", "epochs",
               "max_episodes", "reward_threshold"}
 RESUME = "with the same flags: only how long, on how many ranks and where may differ"

@@ -34,7 +34,7 @@ def serving_options(args: Namespace) -> "rpc.TensorPipeRpcBackendOptions":
     """Make the `rpc_options` of a process on which all others compute.
 
     It has a thread for each of them, so that who waits there keeps nobody out, and the threads keep
-    activations of a few megabytes that they free: worth 20% or more.
+    activations of a few megabytes that they free (docs/measurements/param_server.md).
     """
     keep_memory(blocks_up_to=2**25)
     return rpc_options(args, num_worker_threads=16 + args.world_size)

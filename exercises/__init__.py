@@ -7,6 +7,7 @@
     running.py     runs a program in the copy, and ends it where it hangs
     observer.py    in that copy, in every rank: writes where its threads are
     verdict.py     what a run means: findings, exceptions, who waits where
+    costs.py       whether a right answer sends or holds more than it has to
     measuring.py   the same for a number that the learner predicts
     checking.py    all of it, from the learner's file to the verdict
     words.py       what is said, in Japanese and in English (words.toml)

@@ -84,7 +84,7 @@ def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subproce
         command, cwd=folder, stdout=stdout, stderr=stderr, text=True, start_new_session=True,
         env=_environment(cold, {**os.environ, "TMPDIR": str(folder / "tmp"), **dict(env)}),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
-    )  # fmt: skip
+    )
     try:
         while until is not None:
             line = process.stdout.readline()

@@ -24,7 +24,8 @@ UPDATES = "--seed 7 --world_size 3 --arch resnet18 --batch_size 3 --image_size 3
 LETTERS = "--seed 7 --seq_len 9 --lr 0.01 --blocks 2"
 ENVS = f"{RL} --envs sync --num_steps 30"
 
-# program: its rows, and how many comparisons each makes. The first one runs in `make test`, the others at night.
+# program: its rows, and how many comparisons each makes. The first one runs in `make test`, the others at night; but see
+# EACH_ROW, and SOME in tests/conftest.py.
 CHECKS = {
     "rpc_rl.main": {
         f"{RL} --world_size 4 --total_steps_per_episode 36 --max_episodes 4 --truncation terminal": 12,

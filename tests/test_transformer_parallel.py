@@ -11,7 +11,7 @@ DERIVED = {  # way: its program
     "each": "main", "zero1": "zero", "zero3": "zero", "tensor": "tensor_parallel", "gather": "ring_attention",
     "ring": "ring_attention", "replicas": "experts", "experts": "experts", "1f1b": "pipeline", "interleaved": "pipeline",
     "data_tensor": "mesh", "data_pipeline": "mesh", "dtensor": "tensor_parallel", "torch": "mesh", "moved": "mesh",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("program", sorted({*DERIVED.values(), "recompute"}))

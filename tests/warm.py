@@ -5,8 +5,8 @@ server or in each rank of torchrun. `Popen` here is subprocess's, except that th
 which has imported what the lessons need from elsewhere, and nothing of this repository. The program is executed as
 `python script.py` would: as `__main__`, with its own arguments, environment, working folder and session.
 
-What a fork does not show, such as how a fresh interpreter starts, the tests of tests/test_launch.py and one command per
-lesson show with `subprocess.Popen` itself (`cold=True` in tests/helpers.py).
+What a fork does not show, such as how a fresh interpreter starts, tests with `cold=True` show, which start theirs with
+`subprocess.Popen` itself (tests/helpers.py).
 """
 
 import contextlib

@@ -55,8 +55,8 @@ def enter(args: Namespace, rank: int, local_rank: int, local_world_size: int, in
     values = (rank, args.world_size, local_rank, local_world_size, init_method)
     os.environ.update(zip(names, map(str, values), strict=True))
     if not under_torchrun:
-        # torch's word for: a launcher serves the store at that address, no rank. (It is not
-        # documented. Without it, rank 0 would serve one, too, at a port that is taken.)
+        # The first tells torch that a launcher serves the store at that address, no rank. (It is
+        # not documented. Without it, rank 0 would serve one, too, at a port that is taken.)
         host, _, port = init_method.removeprefix("tcp://").rpartition(":")
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR=host, MASTER_PORT=port)
     # RPC executes what it is sent: on one machine it must not listen where others can reach it. On

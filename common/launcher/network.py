@@ -3,6 +3,8 @@
 import contextlib
 import socket
 
+import psutil
+
 
 def is_loopback(address: str) -> bool:
     """Return whether a master address means this very machine."""
@@ -30,8 +32,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 def interface_towards(host: str) -> str | None:
     """Return the network interface from which this machine reaches `host`; None if unknown."""
-    import psutil  # here: only runs on several machines need it
-
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address_of(host), 9))  # chooses the route; a datagram socket sends nothing
         own = probe.getsockname()[0]
