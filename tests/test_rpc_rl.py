@@ -16,14 +16,7 @@ import torch
 
 from benchmarks import rpc_rl as benchmark
 from rpc_rl import main as rpc_rl
-from tests.helpers import (
-    commands_in,
-    listening,
-    nothing_left,
-    processes,
-    running,
-    script,
-)
+from tests.helpers import commands_in, listening, nothing_left, processes, running, script
 
 # --- what it computes
 

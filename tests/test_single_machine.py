@@ -10,11 +10,6 @@ from torch import nn
 from model_parallel_resnet import single_machine
 from model_parallel_resnet import single_machine_results as results
 from model_parallel_resnet.data import require_split_sizes
-from model_parallel_resnet.single_machine import (
-    ModelParallelResNet50,
-    PipelineParallelResNet50,
-    ToyModel,
-)
 from tests.helpers import commands_in, run, script
 
 MAIN = "model_parallel_resnet/single_machine.py"
@@ -47,15 +42,15 @@ class SmallResNet(nn.Module):
 def test_each_half_is_on_its_device():
     """Without a second device to compute on: "meta" has no numbers, but it is another one."""
     devices = [torch.device("cpu"), torch.device("meta")]
-    model = ModelParallelResNet50(SmallResNet(), devices)
+    model = single_machine.ModelParallelResNet50(SmallResNet(), devices)
     assert model(torch.randn(2, 3, 4, 4)).device == devices[1]
-    toy = ToyModel(devices)
+    toy = single_machine.ToyModel(devices)
     assert [toy.net1.weight.device, toy.net2.weight.device] == devices
 
 
 def test_micro_batches_overlap_by_one(monkeypatch):
     """The second half of a micro-batch is queued before the first half of the next one: both may then run at once."""
-    calls, model = [], PipelineParallelResNet50(SmallResNet(), CPU_TWICE, split_size=2)
+    calls, model = [], single_machine.PipelineParallelResNet50(SmallResNet(), CPU_TWICE, split_size=2)
     for half in ("seq1", "seq2"):
         getattr(model, half).register_forward_hook(lambda *_, half=half: calls.append(half))
     model(torch.randn(6, 3, 4, 4))

@@ -11,13 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing import (
-    connection,
-    current_process,
-    forkserver,
-    resource_tracker,
-    util,
-)
+from multiprocessing import connection, current_process, forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import NoReturn
