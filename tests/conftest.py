@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -152,6 +153,17 @@ def pytest_collection_modifyitems(items):
 def free_port():
     """A port of loopback on which nothing listens now."""
     return helpers.unused_port()
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """The Chromium of this system, without a window."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright here: pip install playwright")
+    command = shutil.which("chromium") or shutil.which("chromium-browser")
+    if command is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    with playwright.sync_playwright() as driver, driver.chromium.launch(executable_path=command) as browser:
+        yield browser
 
 
 @pytest.fixture

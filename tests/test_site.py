@@ -12,8 +12,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = [pytest.mark.skipif(not shutil.which("npm") or not CHROMIUM, reason="needs npm and Chromium"), pytest.mark.nightly]
+pytestmark = [pytest.mark.skipif(not shutil.which("npm"), reason="needs npm"), pytest.mark.nightly]
 SHOWN = ("ja/index.html", "ja/lessons/6_5.html", "ja/lessons/6_4.html", "en/lessons/6_7.html", "en/faults.html",
          "ja/source/rpc_rl/main.py.html", "ja/files/docs/results/replays/rpc_rnn.html")
 
@@ -26,15 +25,6 @@ def site(tmp_path_factory):
     build.OUT = tmp_path_factory.mktemp("site") / "out"
     build.main()
     return build.OUT
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def test_every_link_leads_somewhere(site):
@@ -84,9 +74,9 @@ def test_pages_are_small(site):
 
 
 @pytest.mark.parametrize("width", [390, 1400, 1800])
-def test_in_a_browser(width, site, browser):
+def test_in_a_browser(width, site, chromium):
     for page in SHOWN:
-        shown, said = browser.new_page(viewport={"width": width, "height": 900}), []
+        shown, said = chromium.new_page(viewport={"width": width, "height": 900}), []
         shown.on("console", lambda message, said=said: said.append(message.text))
         shown.on("requestfailed", lambda request, said=said: said.append(request.url))
         shown.goto(f"file://{site}/{page}")
@@ -104,11 +94,11 @@ def test_in_a_browser(width, site, browser):
         shown.close()
 
 
-def test_no_page_scrolls_sideways(site, browser):
+def test_no_page_scrolls_sideways(site, chromium):
     """On a phone: all pages, but one of a program stands for all, and the English replays for the Japanese."""
     wide = {}
     for scripts in (False, True):  # a replay needs them; the others are read faster without
-        page = browser.new_page(viewport={"width": 400, "height": 900}, java_script_enabled=scripts)
+        page = chromium.new_page(viewport={"width": 400, "height": 900}, java_script_enabled=scripts)
         for path in sorted(site.glob("en/files/**/*.html" if scripts else "??/**/*.html")):
             place = path.relative_to(site)
             if scripts or place.parts[1] not in ("files", "source") or str(place) in SHOWN:
@@ -129,9 +119,9 @@ def axe(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 400)])
-def test_no_serious_fault(scheme, width, site, browser, axe):
+def test_no_serious_fault(scheme, width, site, chromium, axe):
     for name in (SHOWN[0], SHOWN[1], SHOWN[5], SHOWN[6], "ja/map.html"):  # one of each kind: axe looks at every element
-        page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+        page = chromium.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
         page.goto(f"file://{site}/{name}")
         page.wait_for_timeout(1000)  # its header fades in
         page.evaluate(axe)
@@ -142,8 +132,8 @@ def test_no_serious_fault(scheme, width, site, browser, axe):
 
 
 @pytest.mark.parametrize("word", ["分散自動微分", "RRef"])
-def test_search(word, site, browser):
-    page = browser.new_page()
+def test_search(word, site, chromium):
+    page = chromium.new_page()
     page.goto(f"file://{site}/ja/index.html")
     page.wait_for_timeout(1000)
     page.keyboard.press("Control+k")

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import struct
 import subprocess
@@ -244,17 +243,6 @@ def test_traced_bad_input(refused):
 
 
 # --- the replay, in a browser
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    """The Chromium of this system, without a window."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright here: pip install playwright")
-    command = shutil.which("chromium") or shutil.which("chromium-browser")
-    if command is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    with playwright.sync_playwright() as driver, driver.chromium.launch(executable_path=command) as browser:
-        yield browser
 
 
 @pytest.fixture
