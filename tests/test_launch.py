@@ -304,6 +304,14 @@ def test_a_rank_that_does_not_come(free_port, tmp_path):
 # --- whom to blame
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock.now`: what `time.monotonic` says."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    return clock
+
+
 def test_several_failures_have_one_cause():
     """Own exceptions and deaths before silence, silence before what was only noticed."""
     died, silent = watch.Failure(2, "was killed by SIGKILL"), watch.silent(1, 8)
@@ -329,9 +337,9 @@ def two_ranks(timeout):
     return watch.Decider(channel.Board(dist.HashStore(), ["rank/0", "rank/1"]), ["a", "b"], timeout)
 
 
-def test_who_is_silent_is_blamed_and_not_who_waited():
+def test_who_is_silent_is_blamed_and_not_who_waited(clock):
     """After --timeout for itself; as soon as somebody has waited in vain, after a few seconds."""
-    decider, now = two_ranks(timeout=8), time.monotonic()
+    decider, now = two_ranks(timeout=8), clock.now
     decider.board.at = {"rank/0": now, "rank/1": now - 5}
     assert decider.verdict() is None
     decider.failures["rank/0"], decider.since = watch.Failure(0, "has waited for 8 s", watch.WAITED), now
@@ -343,43 +351,43 @@ def test_who_is_silent_is_blamed_and_not_who_waited():
     assert decider.verdict() == watch.Failure(1, "has not answered for 9 s", watch.SILENCE)
 
 
-def test_only_a_silence_of_late_is_blamed():
+def test_only_a_silence_of_late_is_blamed(clock):
     """Others may just have waited for it; not for one that ended before the last --timeout began."""
     decider = two_ranks(timeout=8)
-    decider.board.gaps = {"rank/0": (6, time.monotonic() - 9), "rank/1": (6, time.monotonic() - 7)}
+    decider.board.gaps = {"rank/0": (6, clock.now - 9), "rank/1": (6, clock.now - 7)}
     assert decider.were_silent() == [watch.Failure(1, "did not answer for 6 s", watch.SILENCE)]
 
 
 @pytest.mark.parametrize(("away_s", "heard_s", "blamed"), [
     (9, 0, (0, "did not answer for 9 s: its launcher was stopped")),  # meanwhile the other one has given up
-    (9, 2, (1, "cannot be reached: no sign of life for 8 s")),  # Ctrl-Z for both, and then the other one was lost
+    (9, 1.9, (1, "cannot be reached: no sign of life for 8 s")),  # Ctrl-Z for both, and then the other one was lost
     (5, 0, (1, "cannot be reached: no sign of life for 10 s")),
 ])
-def test_a_launcher_that_was_stopped_blames_itself(away_s, heard_s, blamed):
-    decider, now = watch.Decider(channel.Board(dist.HashStore(), ["rank/0", "rank/1", "launcher/1"]), "ab", 8, 60), time.monotonic()
+def test_a_launcher_that_was_stopped_blames_itself(away_s, heard_s, blamed, clock):
+    decider, now = watch.Decider(channel.Board(dist.HashStore(), ["rank/0", "rank/1", "launcher/1"]), "ab", 8, 60), clock.now
     decider.away, decider.board.at = (away_s, now - 10), {"rank/0": now, **dict.fromkeys(["rank/1", "launcher/1"], now - 10 + heard_s)}
     decider.board.values["launcher/1"] = {"left": False}
     verdict = decider.verdict()
     assert (verdict.rank, verdict.what) == blamed
 
 
-def test_a_store_that_ends_after_ctrl_z_for_all():
+def test_a_store_that_ends_after_ctrl_z_for_all(clock):
     """If it has answered since, its launcher had not given up, and died: else this one was stopped for too long."""
-    follower, now = watch.Follower(channel.Board(dist.HashStore(), ["rank/1", "verdict"], "launcher/1"), 1, 8), time.monotonic()
+    follower, now = watch.Follower(channel.Board(dist.HashStore(), ["rank/1", "verdict"], "launcher/1"), 1, 8), clock.now
     follower.away = 9, now - 5
     for answered, rank in ((now - 14, 1), (now - 1, 0)):
         follower.board.answered = answered
         assert follower.of_lost_store().rank == rank
 
 
-def test_beats_are_measured_by_our_own_clock(monkeypatch):
-    board, now = channel.Board(dist.HashStore(), ["rank/0"]), time.monotonic()
+def test_beats_are_measured_by_our_own_clock(clock):
+    board = channel.Board(dist.HashStore(), ["rank/0"])
     assert board.age("rank/0") < 0  # it may still be starting
     board.hear("rank/0", b"whatever the rank's own clock says")
-    assert 0 <= board.age("rank/0") < 1
-    monkeypatch.setattr(channel.time, "monotonic", lambda: now + 30)
+    assert board.age("rank/0") == 0
+    clock.now += 30
     board.hear("rank/0", b"whatever the rank's own clock says")  # nothing new
-    assert board.age("rank/0") > 29
+    assert board.age("rank/0") == 30
     board.forgive()
     assert board.age("rank/0") == 0
 
@@ -506,20 +514,18 @@ def test_the_end_of_a_rank_of_torchrun(module, registered, monkeypatch):
     assert at_exit == [(exit_now, 0)] * registered
 
 
-def test_a_slow_start_is_no_standstill(monkeypatch, capfd):
+def test_a_slow_start_is_no_standstill(clock, capfd):
     """A rank's first words are that it lives; what does not move yet has not stopped."""
-    monkeypatch.setattr(watch, "GRACE_S", 0.0)
-    decider = two_ranks(timeout=0.05)
+    decider = two_ranks(timeout=8)
 
-    def hear(**status):
+    def hear(later_s, **status):
+        clock.now += later_s
         for key in decider.board.keys:
             decider.board.hear(key, json.dumps({"left": False, **status}).encode())
         decider.note_standstill()
 
-    time.sleep(0.1)
-    hear(beat=1)
-    hear(beat=2, moved=[0, 7])
+    hear(20, beat=1)
+    hear(0, beat=2, moved=[0, 7])
     assert capfd.readouterr().err == ""
-    time.sleep(0.1)
-    hear(beat=3, moved=[0, 7])
-    assert capfd.readouterr().err.startswith("note: for 0.05 s, nothing has moved: ")
+    hear(8 + watch.GRACE_S + 1, beat=3, moved=[0, 7])
+    assert capfd.readouterr().err.startswith("note: for 8 s, nothing has moved: ")
