@@ -14,11 +14,11 @@ def predict(**arguments: int | float | str) -> int | float:
 
 
 def main() -> None:
-    """Print a line for each argument: the number, or what was returned in its place, as text."""
-    for arguments in sys.argv[1:]:
-        number = predict(**json.loads(arguments))
-        is_number = isinstance(number, int | float) and math.isfinite(number)
-        print(f"predicted: {json.dumps(number if is_number else repr(number))}", flush=True)
+    """Print, at the end, a list in JSON: each number, or the text of what was returned instead."""
+    numbers = [predict(**json.loads(arguments)) for arguments in sys.argv[1:]]
+    shown = [number if isinstance(number, int | float) and math.isfinite(number) else repr(number)
+             for number in numbers]
+    print(f"\npredicted: {json.dumps(shown)}")
 
 
 if __name__ == "__main__":

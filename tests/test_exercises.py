@@ -420,6 +420,11 @@ def test_an_endless_prediction_ends(tmp_path):
     assert judged(exercise, text, tmp_path, patience=0.1).kind in ("loops", "too_long")
 
 
+@pytest.mark.parametrize(("text", "kind"), [("print('predicted: 7') or 'seven'", "off"), ("__import__('sys').exit()", "no_verdict")])
+def test_a_prediction_that_prints_or_exits(text, kind, tmp_path):
+    assert judged(named("05"), f"def predict(*_, **__):\n    return {text}\n", tmp_path).kind == kind
+
+
 def test_a_learners_exception_shows_their_line(tmp_path):
     exercise = named("03")
     text = "def average_gradients(model, share):\n    share.oops()\n"
