@@ -259,7 +259,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
 
 
 def build_parser(example: str = "batch_rl_vector", description: str = __doc__) -> Parser:
-    """Return the parser: the flags of main.py, and `--envs`."""
+    """Return the parser of this program's flags: those of main.py, and `--envs`."""
     parser = tutorial.build_parser(example, description)
     parser.set_defaults(envs_per_observer=16)
     add_envs_flag(parser)

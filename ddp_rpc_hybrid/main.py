@@ -50,7 +50,7 @@ PS_NAME, MASTER_NAME, TRAINER_NAME = "ps", "master", "trainer{}"
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """Name the ranks: the last is the server, the one before it the master, all others trainers."""
+    """Return the name of a rank: last the server, before it the master, first all trainers."""
     special = {world_size - 1: PS_NAME, world_size - 2: MASTER_NAME}
     return special.get(rank, TRAINER_NAME.format(rank))
 
@@ -176,7 +176,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 
 def build_parser() -> Parser:
-    """Return the parser, with the flags of this example."""
+    """Return the parser of this program's flags."""
     parser = Parser("ddp_rpc_hybrid", __doc__, world_size=4, min_world_size=3)
     add_model_flags(parser)
     return parser
@@ -196,7 +196,7 @@ def add_model_flags(parser: Parser) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences in the process that reports, else None."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_tables(args, role_name)
     return run_program(run_worker, args, role_name, results.finish)

@@ -47,7 +47,7 @@ from ddp_rpc_hybrid.main import TRAINER_NAME, add_model_flags, get_next_batch
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """Name the ranks: all are trainers."""
+    """Return the name of a rank: all are trainers."""
     return TRAINER_NAME.format(rank)
 
 
@@ -185,7 +185,7 @@ def run_worker(rank: int, world_size: int, args: Namespace,
 
 def build_parser(example: str = "ddp_rpc_hybrid/sharded_table",
                  description: str = __doc__) -> Parser:
-    """Return the parser: the flags of main.py."""
+    """Return the parser of this program's flags, or of a variant's."""
     parser = Parser(example, description, world_size=2)
     add_model_flags(parser)
     parser.set_defaults(exchange="all_to_all")  # how rows and gradients travel, for the reports
@@ -193,7 +193,7 @@ def build_parser(example: str = "ddp_rpc_hybrid/sharded_table",
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences in the process that reports, else None."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_parts(args, role_name)
     return run_program(run_worker, args, role_name, results.finish)

@@ -76,14 +76,14 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 
 def build_parser() -> Parser:
-    """Return the parser: the flags of main.py."""
+    """Return the parser of this program's flags: those of sharded_table.py."""
     parser = sharded_table.build_parser("ddp_rpc_hybrid/sharded_table_dtensor", __doc__)
     parser.set_defaults(exchange="dtensor")
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences in the process that reports, else None."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_parts(args, role_name)
     return run_program(run_worker, args, role_name, finish)

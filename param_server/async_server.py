@@ -148,12 +148,12 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 
 def build_parser() -> Parser:
-    """Return the parser: the flags are the tutorial's."""
+    """Return the parser of this program's flags: those of main.py."""
     return tutorial.build_parser("param_server_async", __doc__)
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences in the process that reports, else None."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_inputs(args, tutorial.Net)
     return run_program(run_worker, args, role_name, finish)

@@ -51,7 +51,7 @@ TRAINER_NAME = "trainer{}"
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """Name the ranks: 0 is the server, all others are trainers."""
+    """Return the name of a rank: 0 is the server, all others are trainers."""
     return SERVER_NAME if rank == 0 else TRAINER_NAME.format(rank)
 
 
@@ -217,7 +217,7 @@ def run_worker(
 
 def build_parser(example: str = "param_server_batch_update", description: str = __doc__
                  ) -> Parser:
-    """Return the parser, with the flags of this example."""
+    """Return the parser of this program's flags, or of a variant's."""
     parser = Parser(example, description, world_size=6, min_world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--arch", choices=["resnet18", "resnet50"], default="resnet50", help="the model")
@@ -233,7 +233,7 @@ def build_parser(example: str = "param_server_batch_update", description: str = 
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences in the process that reports, else None."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_sizes(args)
     return run_program(run_worker, args, role_name, finish)

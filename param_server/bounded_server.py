@@ -203,7 +203,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 
 def build_parser() -> Parser:
-    """Return the parser: the tutorial's flags, and the bound."""
+    """Return the parser of this program's flags: those of main.py, and the bound."""
     parser = tutorial.build_parser("param_server_bounded", __doc__)
     parser.add_argument("--max_staleness", type=bounded(int, at_least=0), default=1, metavar="K",
                         help="apply no gradient whose weights are more than K steps old")
@@ -211,7 +211,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences in the process that reports, else None."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_inputs(args, tutorial.Net)
     return run_program(run_worker, args, role_name, finish)

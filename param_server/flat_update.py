@@ -101,12 +101,12 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 
 def build_parser() -> Parser:
-    """Return the parser: the flags are the tutorial's."""
+    """Return the parser of this program's flags: those of batch_update.py."""
     return tutorial.build_parser("param_server_flat_update", __doc__)
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences in the process that reports, else None."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_sizes(args)
     return run_program(run_worker, args, role_name, finish)

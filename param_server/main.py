@@ -52,7 +52,7 @@ TRAINER_NAME = "trainer{}"  # Tutorial: "trainer_1", ...
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """Name the ranks: 0 is the server, all others are trainers."""
+    """Return the name of a rank: 0 is the server, all others are trainers."""
     return SERVER_NAME if rank == 0 else TRAINER_NAME.format(rank)
 
 
@@ -272,7 +272,7 @@ def run_worker(
 
 
 def build_parser(example: str = "param_server", description: str = __doc__) -> Parser:
-    """Return the parser, with the flags of this example."""
+    """Return the parser of this program's flags, or of a variant's."""
     parser = Parser(example, description, world_size=3, min_world_size=2)
     parser.set_defaults(default_master_addr="localhost")  # as in the tutorial: --rank is enough
     add, count = parser.add_argument, bounded(int, at_least=1)
@@ -285,7 +285,7 @@ def build_parser(example: str = "param_server", description: str = __doc__) -> P
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences in the process that reports, else None."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_inputs(args, Net)
     return run_program(run_worker, args, role_name, finish)

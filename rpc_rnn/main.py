@@ -45,7 +45,7 @@ RPC_THREADS = 4  # that execute incoming calls; with 16, the default, a step tak
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """Name a rank: rank 0 is the parameter server, all others are trainers."""
+    """Return the name of a rank: 0 is the parameter server, all others are trainers."""
     return "ps" if rank == 0 else "trainer" if world_size == 2 else f"trainer{rank}"
 
 
@@ -224,7 +224,7 @@ def run_worker(rank: int, world_size: int, args: Namespace,
 
 
 def build_parser(example: str = "rpc_rnn", description: str = __doc__) -> Parser:
-    """Make the parser of the flags of this example."""
+    """Return the parser of this program's flags, or of a variant's."""
     parser = Parser(example, description, world_size=2, min_world_size=2)
     parser.set_defaults(checkpoint_rank=1)
     add, count = parser.add_argument, bounded(int, at_least=1)
@@ -254,7 +254,7 @@ def require_one_trainer(args: Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_one_trainer(args)
     saving.require_checkpoint(args, require_inputs(args))

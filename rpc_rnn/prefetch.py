@@ -140,12 +140,12 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 
 def build_parser() -> Parser:
-    """Make the parser of the flags of main.py."""
+    """Return the parser of this program's flags: those of main.py."""
     return tutorial.build_parser("rpc_rnn_prefetch", __doc__)
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     tutorial.require_one_trainer(args)
     require_checkpoint(args, data.require_inputs(args))

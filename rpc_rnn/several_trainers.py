@@ -143,14 +143,14 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 
 def build_parser() -> Parser:
-    """Make the parser of the flags of main.py, for more processes."""
+    """Return the parser of this program's flags: those of main.py, for more processes."""
     parser = tutorial.build_parser("rpc_rnn_several_trainers", __doc__)
     parser.set_defaults(world_size=3)
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_checkpoint(args, require_inputs(args))
     return run_program(run_worker, args, role_name, finish)
