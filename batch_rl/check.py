@@ -5,9 +5,10 @@ episodes with and without batches in turns. Episodes are short, and the threshol
 one that it passes; recording.py has what else is changed.
 
 With vector environments all draws have their place: one process makes the same ones
-(play_check.py). With lists only in batches; one by one, whoever asks first draws first: there
-actions are drawn from numbers of each observer and step (recording.py), and the oracle takes the
-dropout masks from the run, and holds them as what they are: random, at the right rate.
+(play_check.py). With lists of environments (main.py, fast.py) only in batches; one by one, whoever
+asks first draws first: there actions are drawn from numbers of each observer and step
+(recording.py), and the oracle takes dropout masks from the run, and holds them to be random, at the
+right rate.
 """
 
 import argparse

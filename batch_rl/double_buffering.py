@@ -28,7 +28,7 @@ from torch.distributed import rpc
 from batch_rl import main as tutorial
 from batch_rl import vector
 from batch_rl.fast import AgentName
-from batch_rl.main import role_name  # noqa: F401  launchers look for it here
+from batch_rl.main import role_name  # noqa: F401  --check looks for it here
 from batch_rl.vector import Environments, VectorAgent
 
 

@@ -16,7 +16,7 @@ from common.cli import Parser
 from torch.distributed import rpc
 
 from batch_rl import main as tutorial
-from batch_rl.main import AGENT_NAME, role_name  # noqa: F401  role_name: of the program
+from batch_rl.main import AGENT_NAME, role_name  # noqa: F401  --check looks for role_name
 
 _agent = None  # on rank 0, where the requests find it
 

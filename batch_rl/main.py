@@ -21,7 +21,7 @@ It ends with how many times as many environment steps per second batches make. V
 
     fast.py               the same without an RRef in each request
     vector.py             one vector environment for all that an observer has, bytes in the messages
-    double_buffering.py   as vector.py; one half of them plays while the other waits for its actions
+    double_buffering.py   as vector.py; half of the environments play while the others wait
     until_solved.py       plays and learns in batches until the pole is balanced for long enough
 """
 
@@ -178,14 +178,14 @@ class Agent:
         futs = []
         for ob_rref in self.ob_rrefs:
             seed = torch.randint(2**30, (), generator=self.seeds).item()  # Tutorial: one for all
-            observer = ob_rref.rpc_async(timeout=0)  # of the episode; each request has one
+            observer = ob_rref.rpc_async(timeout=0)  # no limit; each request in it has one
             futs.append(observer.run_episode(self.agent_rref, batch, self.args.num_steps, seed))
         rets = wait_all(futs)
         self.returns = torch.stack([returns for returns, _ in rets])
         return sum(length for _, length in rets) / len(rets)
 
     def log_probs(self, batch: bool) -> torch.Tensor:
-        """Stack those of the episode's actions, with their graph: (observers, K, steps)."""
+        """Stack the actions' log-probabilities, with their graph: (observers, K, steps)."""
         if batch:
             return torch.stack(self.saved_log_probs, dim=-1)
         return torch.stack([torch.stack(saved, dim=-1) for saved in self.saved_log_probs])

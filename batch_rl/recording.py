@@ -92,7 +92,7 @@ class Recorded(gym.Wrapper):
 
 
 class RecordedVector(VectorWrapper):
-    """Is `DistinctRewards` and `Recorded` for a vector environment, the first k of it `first`.
+    """Is `DistinctRewards` and `Recorded` for a vector environment whose first `k` is `first`.
 
     Where it resets itself nobody plays: nothing is recorded, and there is no reward.
     """
@@ -130,9 +130,9 @@ def taken() -> dict[str, list]:
     """Return, on an observer, states and actions since the last time, for each environment."""
     played = {"states": [], "actions": []}
     for env in _environments:
-        vector = isinstance(env, RecordedVector)
-        played["states"] += env.states if vector else [env.states]
-        played["actions"] += env.actions if vector else [env.actions]
+        several = isinstance(env, RecordedVector)
+        played["states"] += env.states if several else [env.states]
+        played["actions"] += env.actions if several else [env.actions]
         env.clear()
     return played
 
@@ -232,7 +232,7 @@ def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
 
     @recorder.around(nn.Dropout, "forward")
     def dropout(original, module, x):
-        """Keep with what it has multiplied, (K, 128)."""
+        """Keep what it has multiplied with, (K, 128)."""
         y = original(module, x)
         with one_more:
             now["forwards"] += 1

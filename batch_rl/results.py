@@ -99,7 +99,7 @@ class History:
         self.bar.update()
 
     def metrics(self) -> dict:
-        """Return those of the whole training, once it is over."""
+        """Return the metrics of the whole training, once it is over."""
         self.bar.close()
         return {"solved": self.agent.running_reward > self.args.reward_threshold,
                 "episodes": self.episodes, "env_steps": self.env_steps,

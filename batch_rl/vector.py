@@ -47,7 +47,7 @@ from torch.nn import functional as F
 
 from batch_rl import main as tutorial
 from batch_rl.fast import AgentName, FastAgent
-from batch_rl.main import EPS, Observer, role_name  # noqa: F401  role_name: of the program
+from batch_rl.main import EPS, Observer, role_name  # noqa: F401  --check looks for role_name
 from batch_rl.results import ENV_NAME
 
 VECTORIZATION_MODES = {"vector": "vector_entry_point", "sync": "sync"}  # gymnasium's, by --envs

@@ -12,7 +12,7 @@ rounding. Two halves:
     epochs 3, 4   free, as in any training: a lookup may find the table before or after another
                   trainer's step. So the oracle takes the looked-up sums as they were; all else
                   follows from them, and each step of the table must have arrived on the server
-                  once: the table at the end is that of the start plus all of them.
+                  once: the table at the end is that of the start plus all steps.
 
 What is usually over in no time is made to last, so that a mistake in the order of things shows.
 """
@@ -47,8 +47,6 @@ BATCHES_S = 0.5  # added to the making of an epoch's batches: no part of the tra
 STEP_S = 0.002  # added to each step of the table, so that two at a time would overlap
 TOLERANCE = 1e-9
 BECAUSE = "float64, whose sums may come in another order"
-
-
 Bags = list[list[int]]  # a batch: lists of indices
 
 

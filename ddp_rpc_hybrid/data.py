@@ -39,7 +39,7 @@ def require_tables(args: Namespace, role_name: Callable[[int, int], str], share:
     Args:
         args: the parsed flags.
         role_name: the lesson's.
-        share: of the table, how much weights and gradients a trainer has: 0 with a server.
+        share: size of a trainer's weights and gradient of the table, in tables; 0 with a server.
     """
     table, dense = (4 * n * args.embedding_dim for n in (args.num_embeddings, args.num_classes))
     n_bytes = 0

@@ -50,7 +50,7 @@ PS_NAME, MASTER_NAME, TRAINER_NAME = "ps", "master", "trainer{}"
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank: last the server, before it the master, first all trainers."""
+    """Return the name of a rank: the last is server, the one before it master, others trainers."""
     special = {world_size - 1: PS_NAME, world_size - 2: MASTER_NAME}
     return special.get(rank, TRAINER_NAME.format(rank))
 

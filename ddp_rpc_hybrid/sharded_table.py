@@ -1,4 +1,4 @@
-r"""The same model without a server: the table's rows are spread over the trainers (beside 6_9).
+r"""The same model without a server: the table's rows are spread over the trainers (beyond 6_9).
 
 Each trainer owns a part of the rows (model parallel) and a replica of the Linear (data parallel:
 DDP). In a step all of them ask the owners for the rows of their bags, and send the gradients back

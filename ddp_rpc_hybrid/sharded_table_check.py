@@ -44,7 +44,7 @@ LOCAL_EPOCH = 0  # in it, only rows of the first part are looked up: the other o
 BATCHES_S = 0.3  # added to the making of an epoch's batches: no part of the training's time
 MOST_ROWS = 1000  # of the table in a check: all of it is kept after each step
 SMALLEST_TABLE = "no rows on the last rank"
-# Beside a wait and a wrapper: by a broadcast, DDP orders its buckets anew, once.
+# A wait, a wrapper, and the broadcast with which DDP orders its buckets anew, once.
 NOT_COUNTED = ("wait_tensor", "_wrap_tensor_autograd", "broadcast_")
 TOLERANCE = 1e-9
 WHY = "float64, whose sums may come in another order"
@@ -189,9 +189,9 @@ def trainings_of(args: Namespace) -> dict[str, Namespace]:
     """
     n = args.world_size
     uneven = max(2, args.num_embeddings // n + 1) * n - 1
-    trainings = {}
     if args.exchange == "dtensor":
         return {"dtensor": Namespace(**{**vars(args), "num_embeddings": uneven})}
+    trainings = {}
     for table, rows in (("", uneven), (f", {SMALLEST_TABLE}", max(1, n - 1))):
         for gradient, sparse in (("", False), (" sparse", True)):
             trainings[f"all_to_all{gradient}{table}"] = {"sparse": sparse, "num_embeddings": rows}

@@ -120,10 +120,7 @@ class AsyncTrainerNet(tutorial.TrainerNet):
 
 
 class AsyncSGD(tutorial.SGD):
-    """Steps for one trainer, on the server, through its `apply_step`.
-
-    Of optim.SGD itself, torch has a form without a lock: two steps at a time would lose updates.
-    """
+    """Steps for one trainer, on the server, through the server's `apply_step`."""
 
     def __init__(self, params: Iterable[torch.Tensor], trainer: int, **defaults) -> None:
         super().__init__(params, **defaults)

@@ -74,11 +74,11 @@ class BatchUpdateParameterServer:
         self.lock = threading.Lock()
         self.future_model = Future()
         self.batch_update_size = args.world_size - 1
-        self.arrived = {}  # Tutorial: a count. Here of each trainer's rank, when it came
+        self.arrived = {}  # Tutorial: a count. Here by rank, the moment at which each came
         self.waits = []  # of each batch, the seconds that each trainer has waited: for the report
         self.optimizer = optim.SGD(self.model.parameters(), lr=args.lr, momentum=0.9)
         for p in self.model.parameters():
-            p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p)  # Tutorial: after a step, zero_grad() makes it None
         self.statistics = [torch.zeros_like(buffer) for buffer in running_statistics(self.model)]
         self.sums = [*(p.grad for p in self.model.parameters()), *self.statistics]
 
@@ -116,7 +116,7 @@ class BatchUpdateParameterServer:
             self.waits.append(seconds_since(self.arrived))
             self.arrived, self.future_model = {}, Future()  # for the next batch
         # Tutorial: inside the lock, where RPC then sends all the answers.
-        # No copy: all trainers have this model before the last of them sends its next gradients.
+        # No copy: each trainer has this model before it sends the gradients of the next step.
         fut.set_result(self.get_model())
         return fut
 
@@ -166,7 +166,7 @@ class Trainer:
         for update, (inputs, labels) in enumerate(self.get_next_batch(), start=1):
             started = time.perf_counter()
             loss = self.loss_fn(self.m(inputs), labels)
-            # Tutorial: a new module in each update. Not to None: in flat_update.py they are views.
+            # Tutorial: a new module in each update. Not to None: flat_update.py has views there.
             self.m.zero_grad(set_to_none=False)
             loss.backward()
             loss = report.require_finite(loss, f"at update {update}")
@@ -192,7 +192,7 @@ def run_ps(server: BatchUpdateParameterServer, args: Namespace, trainer_class: t
     """Let all trainers train at the same time; return what they return."""
     ps_rref = RRef(server)
     names = [TRAINER_NAME.format(rank) for rank in range(1, args.world_size)]
-    # Tutorial: the default of 60 s, for a training of any length. Every update in it has --timeout.
+    # Tutorial (sample code): 60 s, the default, for a whole training. Each update has --timeout.
     futs = [rpc.rpc_async(name, run_trainer, args=(ps_rref, args, trainer_class), timeout=0)
             for name in names]
     return wait_all(futs)

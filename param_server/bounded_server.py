@@ -9,7 +9,7 @@ one's gradient too old. With K = 1, the second step of trainer2 has to wait here
 
 What it wins: with four trainers and K = 3, 658 samples/s in place of 434 with main.py, and no
 gradient older than 3 steps, where async_server.py makes 675 samples/s with gradients up to 5 steps
-old (medians of `python -m benchmarks.param_server_trainers`; docs/lessons/6_6.md).
+old (medians on 2 cores: `python -m benchmarks.param_server_trainers`; docs/lessons/6_6.md).
 What it costs: two messages more in each step than async_server.py, as many as main.py, and the
 waiting: with K = 0 one trainer at a time, as in main.py.
 
@@ -140,7 +140,7 @@ class BoundedParameterServer(AsyncParameterServer):
         return turn
 
     def note_read(self, trainer: int | None) -> None:
-        """Tell the bound that these weights are those of now, not of when it was let in."""
+        """Count the age of these weights from now, not from when the forward was let in."""
         super().note_read(trainer)
         if trainer is not None:
             self.change(self.bound.read, trainer)
@@ -155,7 +155,7 @@ class BoundedParameterServer(AsyncParameterServer):
         self.change(self.bound.leave, trainer)
 
     def change(self, what: Callable[..., None], *about) -> None:
-        """Tell the bound what has happened, and wake those who may go on now."""
+        """Change the bound by one of its methods, and complete the futures of all who may go on."""
         with self.lock:
             what(*about)
             turns = self.bound.go_on()

@@ -2,7 +2,7 @@
 
 `record` runs the lesson's own loop in its own processes, for two short epochs: on the server it
 sees what each forward reads, each gradient, and the weights after each step. Several trainers come
-in an order of their own, and dropout draws from one generator for all of them: both orders are
+in an order of their own, and dropout draws from one generator for all trainers: both orders are
 recorded. `single_process` follows them, and `compare` holds every number against it.
 
 How old the weights of a gradient were is not counted as the server counts it, but taken from the
@@ -43,6 +43,7 @@ EPOCHS, BATCH_SIZE = 2, 8  # images, at most
 # Updates of all trainers together in each epoch, about; test images for more than one batch of the
 # accuracy.
 UPDATES, TEST_IMAGES = 8, 510
+# Seconds that one side is held up, so that who does not wait for it shows; REST_STEPS: see `rest`.
 FIRST_AT_MOST_S, DECISION_S, MODE_S = 10.0, 0.01, 0.2
 REST_STEPS, REST_S, REST_AT_MOST_S = 3, 0.2, 10.0
 LAYERS = ("dropout1", "dropout2")
@@ -301,7 +302,7 @@ def record_server(recorder: Recorder, args: Namespace) -> None:
 
     def before_forward(module, _):
         if is_dropout(module):
-            recording.drawing.acquire()  # one draw at a time, so that there is an order of them
+            recording.drawing.acquire()  # one draw at a time, so that they have an order
         elif isinstance(module, lesson.Net) and (current_context() or 0) >> 48 == 1:
             rest(args)
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 def get_next_batch(train_set: TensorDataset, rank: int, epoch: int, args: Namespace
                    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the batches of a trainer's own share of the images, in another order in each epoch.
+    """Yield images (N, 1, 28, 28) and labels (N,) of a trainer's share, shuffled in each epoch.
 
     In the tutorial, every trainer goes through all images: N trainers do N times the work.
 

@@ -181,7 +181,7 @@ class TrainerNet(nn.Module):
         self.param_server_rref = rpc.remote(SERVER_NAME, get_parameter_server, args=(args,))
 
     def get_global_param_rrefs(self) -> list[rpc.RRef]:
-        """Return what `DistributedOptimizer` needs."""
+        """Return an RRef for each of the server's parameters, for `DistributedOptimizer`."""
         return remote_method("get_param_rrefs", self.param_server_rref)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -206,8 +206,8 @@ class TrainerNet(nn.Module):
 class SGD(optim.SGD):
     """Is optim.SGD under a name that `DistributedOptimizer` does not know.
 
-    Of those it makes ordinary optimizers, which step under a lock. Of torch's own it makes a
-    functional form, which takes none: of two steps at a time one can be lost.
+    Of a class that it does not know it makes ordinary optimizers, which step under a lock. Of
+    torch's own it makes a functional form without one: of two steps at a time one can be lost.
     """
 
 

@@ -10,9 +10,8 @@ and what it learns. Changed is only what lets a short training show every mistak
 - rewards are all different: see `DistinctRewards`.
 
 The fast agent draws from generators whose seeds are known: one process draws the same numbers. The
-tutorial's draws for whoever asks first. There `Categorical.sample` draws what one process can draw
-again; the dropout masks are taken from the run, and held as what they are: random, at the right
-rate.
+tutorial's draws for whoever asks first. There the check draws the actions, from numbers of each
+observer and step; dropout masks are taken from the run, and held to be random, at the right rate.
 """
 
 import argparse
@@ -122,7 +121,7 @@ def record_agent(recorder: Recorder, agent_class: type[tutorial.Agent],
 
     @recorder.around(nn.Dropout, "forward")
     def dropout(original, module, x):
-        """Keep with what `nn.Dropout` has multiplied; only the tutorial's agent uses it."""
+        """Keep what `nn.Dropout` has multiplied with; only the tutorial's agent uses it."""
         y = original(module, x)
         now[asking.ob_id]["masks"].append((y / x).detach().cpu())
         return y
@@ -139,11 +138,10 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
 
     Args:
         args: the flags of the run.
-        run: of the tutorial's agent, whose dropout masks cannot be drawn again. Those of the fast
-            agent are.
+        run: the recorded episodes, from which the tutorial's agent's dropout masks are taken.
 
     Returns:
-        A dict for each episode, with what `record` has of it.
+        A dict for each episode, with what `record_agent` has of it.
     """
     torch.manual_seed(args.seed)
     hidden, output = nn.Linear(4, 128), nn.Linear(128, 2)

@@ -90,7 +90,7 @@ class FastAgent(tutorial.Agent):
         return F.softmax(self.policy.affine2(F.relu(x)), dim=-1)
 
     def log_probs(self) -> torch.Tensor:
-        """Compute those of the recorded actions in one batch, observer after observer: (steps,)."""
+        """Compute as `Agent.log_probs`, with one forward for all steps: (steps,)."""
         states, actions, masks = [], [], []
         for ob_id, of_observer in self.states.items():
             states += of_observer

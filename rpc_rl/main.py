@@ -147,7 +147,7 @@ class Agent:
         self.terminated = dict(zip(self.ob_rrefs, wait_all(futs), strict=True))
 
     def log_probs(self) -> torch.Tensor:
-        """Compute those of the recorded actions, observer after observer, with graph: (steps,)."""
+        """Compute the actions' log-probabilities, with graph, observer after observer: (steps,)."""
         # Tutorial: each by itself, in select_action. All at once they cost less.
         probs, actions = zip(*sum(self.saved_actions.values(), []), strict=True)
         return Categorical(torch.stack(probs), validate_args=False).log_prob(torch.stack(actions))

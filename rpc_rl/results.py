@@ -18,8 +18,6 @@ WORDS = {
            "reward": "最も成績の悪いオブザーバーの報酬", "running": "移動平均報酬",
            "solved": "{threshold:g}を超えたら解決"},
 }
-
-
 # What a history keeps, and a checkpoint has of it.
 KEPT = {"episodes": int, "env_steps": int, "running_reward": float, "rewards": list,
         "running_rewards": list}
@@ -70,7 +68,7 @@ class History:
         self.bar.update()
 
     def metrics(self) -> dict:
-        """Return those of the whole training; steps per second without the start."""
+        """Return the metrics of the whole training; steps per second without the start."""
         train_s = time.perf_counter() - self.started
         self.bar.close()
         new_steps = self.kept["env_steps"] - self.resumed_steps

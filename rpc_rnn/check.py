@@ -46,7 +46,7 @@ TOLERANCE = 1e-9
 BECAUSE = "float64, whose sums may come in another order"
 PARTS = ("table", "LSTM", "decoder")
 FIRST = 1000  # tokens that are drawn again
-OfParts = dict[str, dict[str, torch.Tensor]]  # of each of them, tensors by name
+OfParts = dict[str, dict[str, torch.Tensor]]  # of each part, tensors by name
 # 2 forward, 3 backward, the step, the context's end; with several trainers 2 to average. In
 # prefetch.py, the step brings and takes the embeddings.
 ROUND_TRIPS = {"main": 7, "several_trainers": 9, "prefetch": 5}
@@ -366,7 +366,7 @@ def hold_first_weights(found: Comparison, recordings: list[dict], names: list[st
     """Hold the weights before the first step: by the seed, and alike on all trainers.
 
     Returns:
-        Whether they have the sizes that the flags say.
+        Whether they have the sizes that the flags give.
     """
     weights = recordings[0]["initial"]
     torch.manual_seed(3 * args.seed + 1)

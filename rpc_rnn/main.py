@@ -99,8 +99,8 @@ class Decoder(Part):
 class Adam(optim.Adam):
     """Is optim.Adam under a name that `DistributedOptimizer` does not know.
 
-    Of those it makes ordinary optimizers. Of torch's own it makes a functional form, whose state
-    nobody can fetch for a checkpoint.
+    Of a class that it does not know it makes ordinary optimizers. Of torch's own it makes a
+    functional form, whose state nobody can fetch for a checkpoint.
     """
 
 
