@@ -194,7 +194,7 @@ class Agent:
         """Train on the recorded episode (REINFORCE). No RPC here."""
         returns, log_probs = self.returns, self.log_probs(batch)
         assert log_probs.shape == returns.shape  # Tutorial: unequal without batches
-        returns = (returns - returns.mean()) / (returns.std(correction=0) + EPS)
+        returns = (returns - returns.mean()) / (returns.std(correction=0) + EPS)  # Tutorial: raw
         policy_loss = -(log_probs * returns.to(log_probs)).sum() / len(returns)
         require_finite(policy_loss, "after an episode")
         self.optimizer.zero_grad()
