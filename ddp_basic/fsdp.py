@@ -136,8 +136,8 @@ def train(rank: int, world_size: int, sharding: str, args: argparse.Namespace) -
     """Train in one way.
 
     Returns:
-        What this rank has measured: `memory.bytes_held`, the `seconds` of each step, the bytes
-        `sent` in a step (None where unknown); and the `history` of all ranks, epoch by epoch.
+        What this rank has measured: `memory.bytes_held`; of the last epoch, the `seconds` of each
+        step, and the bytes `sent` in one (None where unknown). And all ranks' `history` by epoch.
     """
     device = device_of_group(args)
     model, optimizer = WAYS[sharding](build_model(args).to(device), device, args)

@@ -125,7 +125,7 @@ def demo_checkpoint(rank: int, world_size: int, args: argparse.Namespace) -> lis
         torch.save(ddp_model.state_dict(), path[0])
     dist.barrier()  # nobody may read before rank 0 has written
     # Saved from rank 0's device: without map_location, all ranks would load onto that one.
-    # Tutorial: no weights_only; it runs whatever code somebody has put into the file.
+    # Tutorial: no weights_only; before torch 2.6, loading ran whatever code was in the file.
     loaded_model.load_state_dict(torch.load(path[0], map_location=device, weights_only=True))
     dist.barrier()  # Tutorial: none. Rank 0 may not delete before everybody has read
     if rank == 0:

@@ -11,7 +11,7 @@ from torch import nn
 
 def loss_on(inputs: torch.Tensor, labels: torch.Tensor, model: nn.Module,
             loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-    """Compute the loss of a model as it is.
+    """Compute the loss of a model, without gradients.
 
     Raises:
         NotFiniteError: if it is not a number any more.

@@ -104,7 +104,7 @@ def waits_at_most(timeout: float, step: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo says "Timed out waiting 2000ms for recv operation", or "Connection closed by peer"
+        # gloo raises "Timed out waiting 2000ms for recv operation", or "Connection closed by peer"
         # where another waiting rank has given up a moment earlier. How long it took distinguishes
         # this from a rank that died.
         if time.perf_counter() - started < 0.9 * timeout:

@@ -29,7 +29,7 @@ def metrics_of(rows: list[dict], backend: str) -> dict[str, object]:
 
 
 def _median(spans: Iterable[tuple[float, float]]) -> float:
-    """Return that of the lengths of (start, end)."""
+    """Return the median length, in seconds, of spans (start, end)."""
     return statistics.median(end - start for start, end in spans)
 
 
