@@ -17,7 +17,7 @@ r"""Five deadlocks on purpose, and the line that tells who waits for whom (for t
     one_fewer         Rank 0 alone comes to a `barrier`; the others go on to their next `recv`.
                       Way out: no collective inside of `if rank == 0`.
     rpc               Rank 0 calls a function of rank 1, which calls rank 0 back. Rank 1 has one
-                      thread for RPC: it waits for the answer that it should itself take in.
+                      thread for RPC, which waits for an answer that it should itself take in.
                       Way out: a handler that returns a future, or more threads than such calls.
 
     python p2p_collectives/deadlock.py                             send_first, until --timeout
@@ -65,7 +65,7 @@ def send_first_mended(rank: int, size: int) -> torch.Tensor:
 
 
 def other_collective(rank: int, size: int) -> torch.Tensor:
-    """Add up on rank 0, which the others do not know of: they wait for a result."""
+    """Add up on rank 0 alone; the others do not add, but wait for its result."""
     numbers = torch.tensor([rank + 1.0])
     if rank == 0:
         # Remedy: all ranks call it; it gives the sum to all, and needs no broadcast.
@@ -160,7 +160,7 @@ KINDS = {"send_first": (send_first, send_first_mended),
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Run one kind; rank 0 returns the numbers that each rank holds in the end."""
+    """Run one kind; rank 0 returns what each rank holds in the end, of rpc what it holds itself."""
     run = KINDS[args.kind][args.mended]
     if rank == 0:
         report.log("rank0", f"{args.kind}{', mended' if args.mended else ''}: {world_size} ranks; "
@@ -181,7 +181,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 
 def build_parser() -> Parser:
-    """Make the parser of the flags of this example."""
+    """Return the parser of this program's flags."""
     parser = Parser("p2p_collectives/deadlock", __doc__, world_size=2, min_world_size=2)
     parser.add_argument("--kind", choices=KINDS, default="send_first", help="which deadlock")
     parser.add_argument("--mended", action="store_true", help="run it with its way out")
@@ -190,7 +190,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Run a deadlock, or `--check`; metrics or differences in the process that reports, or None."""
+    """Run, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     if args.device == "cuda":
         refuse("--device cuda must be cpu or auto: what is sent here is in main memory")

@@ -1,4 +1,4 @@
-"""A ring all-reduce that keeps up with the library's: a variant of `ring_chunked`."""
+"""`ring_chunked` of ring_allreduce.py, made so fast that it keeps up with the library's."""
 
 import itertools
 import os
@@ -35,7 +35,7 @@ class RingAllReduce:
                  ranks: Sequence[int] | None = None) -> None:
         self.group, self.segment_size = group, segment_size
         self.ranks = range(dist.get_world_size()) if ranks is None else ranks
-        # As many receives are posted at a time.
+        # Two: so many receives are posted at a time, each into a buffer of its own.
         self.buffers = [torch.empty(segment_size, dtype=torch.float32) for _ in range(2)]
 
     def __call__(self, tensor: torch.Tensor) -> None:

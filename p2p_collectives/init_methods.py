@@ -100,7 +100,7 @@ def free_port() -> int:
 
 
 def build_parser() -> Parser:
-    """Make the parser of the flags of this example."""
+    """Return the parser of this program's flags."""
     parser = Parser("p2p_collectives/init_methods", __doc__, world_size=3)
     add = parser.add_argument
     add("--method", choices=[*METHODS, "all"], default="all", help="how the processes meet")
@@ -137,7 +137,7 @@ def require_meeting(args: Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Meet, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    """Meet, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_meeting(args)
     if args.rank is not None:

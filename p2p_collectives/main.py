@@ -208,14 +208,14 @@ def numbers(tensor: torch.Tensor | None) -> list[float] | None:
 
 
 def build_parser() -> Parser:
-    """Make the parser of the flags of this example."""
+    """Return the parser of this program's flags."""
     parser = Parser("p2p_collectives", __doc__, world_size=4, min_world_size=2)
     parser.add_argument("--demo", choices=[*DEMOS, "all"], default="all", help="which operations")
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Run the demos, or `--check`; metrics or differences in the process that reports, or None."""
+    """Run, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     return run_program(run_worker, args, role_name, results.finish)
 

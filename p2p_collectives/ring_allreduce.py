@@ -97,7 +97,7 @@ def ring_chunked(tensor: torch.Tensor) -> None:
 
 
 def algorithms() -> dict[str, Callable[[torch.Tensor], object]]:
-    """Make the sums in place, `{name: function}`, the library's first. All ranks must call this."""
+    """Make functions that sum in place, by name, the library's first. All ranks must call this."""
     return {"all_reduce": dist.all_reduce, "ring_naive": lambda tensor: allreduce(tensor, tensor),
             "ring_chunked": ring_chunked,
             "RingAllReduce": RingAllReduce(group_with_small_buffers())}
@@ -154,7 +154,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 
 def build_parser() -> Parser:
-    """Make the parser of the flags of this example."""
+    """Return the parser of this program's flags."""
     parser = Parser("p2p_collectives/ring_allreduce", __doc__, world_size=4)
     add = parser.add_argument
     add("--sizes", type=bounded(int, at_least=1), nargs="+", default=[2**14, 2**20, 2**26],
@@ -165,7 +165,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Measure, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    """Measure, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     for n_bytes in args.sizes:
         if n_bytes % 4:

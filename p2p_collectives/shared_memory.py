@@ -67,8 +67,8 @@ class SharedMemory:
     def __init__(self, n_bytes: int, ranks: Iterable[int], timeout: float) -> None:
         self.ranks, self.timeout = list(ranks), timeout
         self.place, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
-        # Neither has a name in a folder: whatever happens, nothing stays behind. The others open
-        # what this process has open. Pages that nobody has touched take no memory.
+        # Memory and pipe have no name in a folder: whatever happens, nothing stays behind. The
+        # others open what this process has open. Pages that nobody has touched take no memory.
         memory = os.memfd_create("tensors")
         inbox, outbox = os.pipe()
         paths = [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in (memory, outbox)]
@@ -100,7 +100,7 @@ class SharedMemory:
 
         Raises:
             TimeoutError: if they have not within `timeout`.
-            ConnectionError: if one has ended.
+            ConnectionError: if all for which this rank waits have ended.
         """
         if self.place == 0:
             self._receive(self.size - 1)
@@ -309,7 +309,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 
 def build_parser() -> Parser:
-    """Make the parser of the flags of this example."""
+    """Return the parser of this program's flags."""
     parser = Parser("p2p_collectives/shared_memory", __doc__, world_size=4)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--sizes", type=count, nargs="+", default=[2**16, 2**20, 2**26], metavar="BYTES",
@@ -321,7 +321,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Measure, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    """Measure, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     for n_bytes in args.sizes:
         if n_bytes % (4 * args.world_size):

@@ -98,7 +98,7 @@ def partition_dataset(args: Namespace) -> tuple[Partition, list[int], TensorData
 
 
 class Net(nn.Module):
-    """Classifies digits, as the tutorial's; half of its dropout, for 10 epochs are few."""
+    """Classifies digits, as PyTorch's MNIST example did; half its dropout, as 10 epochs are few."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def run_worker(rank: int, world_size: int, args: Namespace, train_step: Callable
 
 
 def build_parser(example: str = "p2p_collectives/train", description: str = __doc__) -> Parser:
-    """Make the parser of the flags of this example."""
+    """Return the parser of this program's flags, or of a variant's."""
     parser = Parser(example, description, world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add_data_flags(parser)
@@ -245,7 +245,7 @@ def require_inputs(args: Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_inputs(args)
     return run_program(run_worker, args, role_name, results.finish)

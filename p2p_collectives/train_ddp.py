@@ -63,12 +63,12 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 
 def build_parser() -> Parser:
-    """Make the parser of the flags of train.py."""
+    """Return the parser of this program's flags: those of train.py."""
     return tutorial.build_parser("p2p_collectives/train_ddp", __doc__)
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     tutorial.require_inputs(args)
     return run_program(run_worker, args, role_name, finish)
