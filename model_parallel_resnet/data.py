@@ -22,7 +22,7 @@ def get_batch(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def require_sizes(args: argparse.Namespace, roles: list[list[str]]) -> None:
-    """Sort `--num_splits`, with 1; refuse what cannot be split, or held by this machine.
+    """Add 1 to `--num_splits`, and sort; refuse what cannot be split, or held by this machine.
 
     Args:
         args: the parsed flags of main.py or schedules.py.

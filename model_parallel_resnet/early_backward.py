@@ -147,12 +147,12 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
 
 
 def build_parser() -> Parser:
-    """Make the parser of this program; its flags are those of main.py."""
+    """Return the parser of this program's flags: those of main.py."""
     return tutorial.build_parser("model_parallel_resnet/early_backward", __doc__)
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_sizes(args, [["batch"], ["first half"], ["second half"]])
     return run_program(run_worker, args, role_name, finish)

@@ -24,7 +24,7 @@ It ends with, about:
     resnet50, RPC pipeline: loss 0.3693 -> 0.0221 |
     best with num_split 4: ... s a batch, ... times as fast as with 1 (ideal 1.60), ...
 
-early_backward.py sends each micro-batch back at once; schedules.py does it without RPC.
+early_backward.py sends each micro-batch back at once; schedules.py is a pipeline without RPC.
 """
 
 import argparse
@@ -251,12 +251,12 @@ def add_flags(parser: Parser) -> Parser:
 
 
 def build_parser(example: str = "model_parallel_resnet", description: str = __doc__) -> Parser:
-    """Make the parser of this example."""
+    """Return the parser of this program's flags, or of a variant's."""
     return add_flags(Parser(example, description, world_size=3))
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_sizes(args, [["batch"], ["first half"], ["second half"]])
     return run_program(run_worker, args, role_name, finish)

@@ -191,7 +191,7 @@ def _first_layer(node: torch.autograd.graph.Node) -> torch.autograd.graph.Node:
 def _record_steps() -> None:
     """Record the steps of all optimizers in this process."""
     # In the place of torch's SGD, `DistributedOptimizer` would take a functional form, which never
-    # steps. Private: where this table is gone, it has no such forms, either.
+    # calls `SGD.step`. Private: where this table is gone, there are no such forms, either.
     getattr(distributed_optim, "functional_optim_map", {}).pop(optim.SGD, None)
     here = threading.local()
 

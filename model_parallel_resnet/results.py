@@ -147,8 +147,8 @@ def rows_of(metrics: dict, args: argparse.Namespace, workers: Sequence[str]) -> 
     medians = [statistics.median(end - start for start, end in of_split)
                for of_split in metrics["windows"]]
     return [{"num_split": num_split, "median_s": median, "speedup": medians[0] / median,
-             # One batch is m pieces of work for each of two stages. In a pipeline without any
-             # loss, the last piece leaves the second stage after m + 1 of the 2m pieces' times.
+             # One batch is m pieces of work for each of two stages. In an ideal pipeline, the
+             # last piece leaves the second stage after m + 1 of the 2m pieces' times.
              "ideal": STAGES * num_split / (num_split + STAGES - 1),
              "idle_share": statistics.median(idle_share(metrics["spans"], workers, window)
                                              for window in of_split)}

@@ -3,7 +3,7 @@ r"""The same model as main.py, the way it is done today: `torch.distributed.pipe
 Nobody asks anybody: each process has a stage and a schedule, which lists what it receives, computes
 and sends next. There is no master and no RPC; tensors go point to point through a process group.
 Under "gpipe", all micro-batches go forward first, and then all back; under "1f1b", a stage goes
-back with one as soon as it can, so it keeps fewer. The others cut the model in four:
+back with one as soon as it can, so it keeps fewer activations. The others cut the model in four:
 "interleaved" gives a rank stages 0 and 2 or 1 and 3, each micro-batch comes twice, and who waits
 at the beginning waits half as long; the zero-bubble ones also compute the gradients of the weights
 apart, later than those of the inputs, for which the other rank waits. "zero_bubble" places the
@@ -99,8 +99,8 @@ class Pipeline:
     def make_schedule(self, num_split: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         """Make the schedule for so many micro-batches, whose shapes the stages get.
 
-        They would find them with a forward, which would compute with uninitialised memory, and
-        leave it in BatchNorm's statistics.
+        Without them, a stage would find the shapes by a forward on uninitialised memory, which
+        would stay in BatchNorm's statistics.
         """
         shapes = [self.inputs[: self.args.batch_size // num_split].to("meta")]
         for stage in range(self.num_stages):  # no numbers, only shapes
@@ -134,7 +134,7 @@ def role_name(rank: int, world_size: int) -> str:
 
 
 def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
-    """Train with all numbers of micro-batches in turns; with the loss, return the metrics."""
+    """Train with all numbers of micro-batches in turns; the rank with the loss returns metrics."""
     record_stages(role_name(rank, world_size), PipelineStage)  # the table's idle times
     dist.init_process_group(**group_options(args, device_of_group(args)), rank=rank,
                             world_size=world_size)
@@ -176,7 +176,7 @@ def finish(metrics: dict, args: argparse.Namespace) -> dict:
 
 
 def build_parser() -> Parser:
-    """Make the parser: the flags of main.py, and the schedule."""
+    """Return the parser: the flags of main.py, and `--schedule`."""
     parser = add_flags(Parser("model_parallel_resnet/schedules", __doc__, world_size=2))
     parser.add_argument("--schedule", choices=SCHEDULES, default="gpipe",
                         help="the order of a stage's work")
@@ -184,7 +184,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; metrics or differences in the process that reports, None elsewhere."""
+    """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_sizes(args, [["batch", "first half"], ["batch", "second half"]])
     require_stages(args, [args.schedule])

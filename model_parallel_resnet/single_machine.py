@@ -124,7 +124,7 @@ def train(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
     losses = []
     for _ in range(args.num_batches):
-        # Tutorial: new random images here, while the clock runs; the loss could not fall.
+        # Tutorial: new random images here, while the clock runs; losses do not compare.
         optimizer.zero_grad()
         outputs = model(inputs.to(args.devices[0]))
         loss = loss_fn(outputs, labels.to(outputs.device))
@@ -229,7 +229,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
 
 def device(text: str) -> torch.device:
-    """Convert a flag's text, as an argparse type."""
+    """Convert one of the texts of `--devices`; for argparse."""
     if not re.fullmatch("cpu|cuda:(0|[1-9][0-9]?)", text):
         raise argparse.ArgumentTypeError(
             f"{shortened(text)!r} is not accepted; give cpu or cuda:N")
@@ -259,7 +259,7 @@ def choose_devices(args: argparse.Namespace) -> list[torch.device]:
 
 
 def build_parser() -> Parser:
-    """Make the parser of this example."""
+    """Return the parser of this program's flags."""
     parser = Parser("model_parallel_resnet/single_machine", __doc__, distributed=False)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--devices", type=device, nargs=2, metavar="D",
