@@ -43,7 +43,7 @@ from common.cli import Parser, bounded, refuse
 from common.program import run_program
 from torch import nn
 
-# Private by its name, and what torch tells to use in place of torch.distributed.nn.functional.
+# Private by its name, and what torch advises in place of torch.distributed.nn.functional.
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from transformer_parallel import main as tutorial

@@ -40,7 +40,7 @@ from transformer_parallel.model import Shape, Transformer, loss_of
 
 
 class Way:
-    """Trains a model that each rank has whole, on a part of the batch. What differs, overrides.
+    """Trains a model, whole on each rank, on a part of the batch; other ways override what differs.
 
     `train` calls in each step, in this order, `part`, `forward_backward`, `finish_gradients`, the
     optimizer's step, `after_step` and `reported`; at the end `figures`.
@@ -197,8 +197,8 @@ def train(rank: int, world_size: int, make_way: type[Way], args: Namespace) -> d
 
     Returns:
         The loss of each step, as the mean of all ranks; the seconds of each step, and how many of
-        them this rank has only waited for gradients; of the last step, what it has sent, and what
-        this rank holds at the end of backward.
+        them this rank has only waited for gradients; of the last step, what this rank has sent, and
+        what it holds at the end of backward.
     """
     device = device_of_group(args)
     # Each rank makes the whole model, also where it then keeps a part. One that no rank could hold

@@ -127,7 +127,7 @@ class Moved(TorchMesh):
         self.mesh = mesh_of(model, row=1)
         self.model = cut_twice(model, self.mesh)
         self.optimizer = optim.AdamW(self.parameters(), lr=self.args.lr)
-        state = self.state()  # says which rectangle of what goes where
+        state = self.state()  # which rectangle of what goes where
         checkpoint.load(state, checkpoint_id=folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
                        optim_state_dict=state["optimizer"])

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 
 class Shape(NamedTuple):
-    """Says how large the model is. 144 units and 12 heads divide by 2, 3 and 4 ranks."""
+    """Holds the sizes of the model. 144 units and 12 heads divide by 2, 3 and 4 ranks."""
 
     vocabulary: int = 96
     units: int = 144
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(units, units)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attend; with a part of the heads, as in tensor_parallel.py, there are fewer of them."""
+        """Attend with all heads that are here: in tensor_parallel.py, a part of the model's."""
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_units)).transpose(1, 2)
                    for layer in (self.query, self.key, self.value))  # (B, heads, T, head_units)
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))

@@ -31,7 +31,7 @@ digits, 2 to 3 decimal ones. What adds up many numbers, or small ones to large o
     backward     gradient of the copy* -> that of the weight -> mean of the ranks -> AdamW -> weight
                  * in bfloat16; all else in float32, and so are the last norm, the head and the loss
 
-Underneath it is data parallelism with buckets, as in main.py.
+Underneath, all five are data parallelism with buckets, as in main.py.
 
     python transformer_parallel/recompute.py                        on four ranks
     python transformer_parallel/recompute.py --twin                 torch's own beside them

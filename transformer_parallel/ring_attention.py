@@ -209,7 +209,7 @@ class GatherKV(Buckets):
         return F.scaled_dot_product_attention(q, *kv, attn_mask=not_later)
 
     def note(self, *tensors: torch.Tensor) -> None:
-        """Note how many bytes of K and V this rank has at a time; tell the same tensor once."""
+        """Note how many bytes of K and V this rank has at a time; a tensor counts once."""
         self.kv_bytes = max(self.kv_bytes, sum(one.nbytes for one in {*tensors}))
 
     def figures(self) -> dict[str, float]:
