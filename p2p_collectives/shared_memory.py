@@ -112,8 +112,8 @@ class SharedMemory:
     def _receive(self, n: int) -> None:
         while n > 0:
             if not select.select([self.inbox], [], [], self.timeout)[0]:
-                raise TimeoutError(f"timed out: {n} of {self.size} ranks of this machine have not "
-                                   f"come to the barrier for {self.timeout:g} s")
+                raise TimeoutError(f"timed out: at a barrier of this machine's {self.size} ranks, "
+                                   f"{n} not heard of for {self.timeout:g} s")
             arrived = len(os.read(self.inbox, n))
             if arrived == 0:
                 raise ConnectionError("a rank of this machine has ended")

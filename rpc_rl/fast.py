@@ -117,11 +117,12 @@ class SavedHistory(History):
     """Begins with `--resume` from a checkpoint, and saves itself and its agent to one."""
 
     def __init__(self, agent: FastAgent, args: argparse.Namespace) -> None:
-        super().__init__(agent, args)
+        kept = None
         if args.resume:
             state = checkpoint.load(args)
             agent.load_state_dict(state)
-            self.resume(state["history"])
+            kept = state["history"]
+        super().__init__(agent, args, kept)
 
     def add(self, last_reward: float) -> None:
         """Record an episode; after every `--log_interval` episodes, save the training."""

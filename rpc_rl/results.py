@@ -36,16 +36,14 @@ class History:
     Args:
         agent: whose running reward and steps are recorded.
         args: the parsed flags.
+        kept: of the training that this one goes on with, if there is one.
     """
 
-    def __init__(self, agent: Learner, args: argparse.Namespace) -> None:
+    def __init__(self, agent: Learner, args: argparse.Namespace, kept: dict | None = None) -> None:
         self.agent, self.args = agent, args
-        self.resume({name: kind() for name, kind in KEPT.items()})  # 0, 0, 0.0, [], []
-
-    def resume(self, kept: dict) -> None:
-        """Go on from what another run has `kept`."""
-        self.kept, self.agent.running_reward = kept, kept["running_reward"]
-        self.resumed_steps, self.started = kept["env_steps"], time.perf_counter()
+        self.kept = kept or {name: kind() for name, kind in KEPT.items()}  # 0, 0, 0.0, [], []
+        self.agent.running_reward = self.kept["running_reward"]
+        self.resumed_steps, self.started = self.kept["env_steps"], time.perf_counter()
         self.bar = report.progress(self.args.max_episodes, "episode", self.episodes, role="agent")
 
     @property
@@ -78,7 +76,7 @@ class History:
 
 def refuse_what_cannot_end(args: argparse.Namespace) -> None:
     """Refuse, before any process starts, a threshold that is out of reach."""
-    share = args.total_steps_per_episode // (args.world_size - 1)
+    share = max(1, args.total_steps_per_episode // (args.world_size - 1))
     longest = min(share, gym.spec(ENV_NAME).max_episode_steps)
     if args.reward_threshold >= longest and not args.check:
         refuse(f"--reward_threshold {args.reward_threshold:g} cannot be passed in {longest} steps, "

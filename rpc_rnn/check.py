@@ -376,7 +376,7 @@ def hold_first_weights(found: Comparison, recordings: list[dict], names: list[st
                          "decoder.bias": torch.zeros(ntoken)}}
     difference = found.equal(
         "first weights, drawn", [weights], [drawn],
-        "the seed says them; those of table and decoder between -0.1 and 0.1", "model")
+        "the seed gives them; those of table and decoder between -0.1 and 0.1", "model")
     if len(recordings) > 1:
         replicas = {name: recording["initial"]["LSTM"]
                     for name, recording in zip(names, recordings, strict=True)}

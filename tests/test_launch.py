@@ -329,7 +329,7 @@ def test_who_waits_has_not_failed():
     """Neither by a time-out of gloo, which may have a limit of its own, nor by one in a lesson's words."""
     waited = failure_of(0, RuntimeError("[unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete"), 8)
     assert (waited.kind, waited.what) == (watch.WAITED, "has waited for 60 s")
-    late = TimeoutError("timed out: 1 of 2 ranks of this machine have not come to the barrier for 8 s")
+    late = TimeoutError("timed out: at a barrier of this machine's 2 ranks, 1 not heard of for 8 s")
     assert (failure_of(0, late, 8).kind, failure_of(0, late, 8).what) == (watch.WAITED, str(late))
 
 
