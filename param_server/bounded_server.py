@@ -103,16 +103,9 @@ class Bound:
         self.read_at[trainer] = self.steps
 
     def stepped(self, trainer: int) -> None:
-        """Note that a trainer has stepped."""
-        self.steps += 1
-        self.leave(trainer)
-
-    def leave(self, trainer: int) -> None:
-        """Note that the forward of a trainer is not in flight any more."""
-        self.read_at.pop(trainer, None)
-        self.waiting = [entry for entry in self.waiting if entry[0] != trainer]
-        if self.stepping == trainer:
-            self.stepping = None
+        """Note that a trainer has stepped: its forward is not in flight any more."""
+        self.steps, self.stepping = self.steps + 1, None
+        del self.read_at[trainer]
 
 
 class BoundedParameterServer(AsyncParameterServer):
@@ -150,10 +143,6 @@ class BoundedParameterServer(AsyncParameterServer):
         super().note_step(trainer)
         self.change(self.bound.stepped, trainer)
 
-    def give_up(self, trainer: int) -> None:
-        """Let nobody wait for the step of this trainer: it will not come."""
-        self.change(self.bound.leave, trainer)
-
     def change(self, what: Callable[..., None], *about) -> None:
         """Change the bound by one of its methods, and complete the futures of all who may go on."""
         with self.lock:
@@ -169,13 +158,8 @@ class BoundedTrainerNet(AsyncTrainerNet):
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Wait until so few forwards are in flight that this one can be, too."""
-        server, trainer = self.param_server_rref, rpc.get_worker_info().id
-        server.rpc_sync().acquire_read(trainer)
-        try:
-            yield
-        except Exception:  # or others would wait for a step that will not come
-            server.rpc_async().give_up(trainer)
-            raise
+        self.param_server_rref.rpc_sync().acquire_read(rpc.get_worker_info().id)
+        yield
 
 
 class BoundedOptimizer(AsyncOptimizer):

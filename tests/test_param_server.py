@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from param_server import async_server, bounded_server
 from param_server import main as param_server
 from param_server.async_server import AsyncParameterServer, AsyncSGD
-from param_server.bounded_server import Bound, BoundedParameterServer, BoundedTrainerNet
+from param_server.bounded_server import Bound, BoundedParameterServer
 from param_server.data import get_next_batch
 from tests.helpers import commands_in, run, script
 from tests.test_data import write_mnist
@@ -122,9 +122,6 @@ def test_bound(max_staleness):
                 ages.append(len(ages) - read_at[trainer])
                 bound.stepped(trainer)
                 made[trainer] += 1
-            elif before == "computes" and draw.random() < 0.02:  # its step fails
-                bound.leave(trainer)
-                state[trainer] = "idle"
             else:
                 wish = state[trainer].split()[-1]
                 bound.ask(trainer, wish, (trainer, f"may {wish}"))
@@ -180,24 +177,6 @@ def test_a_bound_of_0_is_a_lock(monkeypatch):
     assert BoundedParameterServer.acquire_step(bounded, 1).done()
     bounded.apply_step(1, lambda: None)
     assert second.done()
-
-
-def test_a_step_that_fails(monkeypatch):
-    """Its forward is not in flight any more: the other trainer, which waits, goes on."""
-    server = bounded_by(0)
-    monkeypatch.setattr(bounded_server.rpc, "get_worker_info", lambda: type("Info", (), {"id": 1}))
-    reference = type("RRef", (), {"rpc_sync": lambda self: server, "rpc_async": lambda self: server})()
-    net, waiting = type("Net", (), {"param_server_rref": reference})(), []
-
-    def failing_step():
-        with BoundedTrainerNet.turn(net):
-            waiting.append(BoundedParameterServer.acquire_read(server, 2))
-            assert not waiting[0].done()
-            raise ValueError("no loss")
-
-    with pytest.raises(ValueError, match="no loss"):
-        failing_step()
-    assert waiting[0].done()
 
 
 def test_all_gather():
