@@ -61,7 +61,6 @@ class Session:
         while True:
             kind, what = self.events.get()
             if kind == "saved" and what.endswith(f"/{file.name}") or what == "r":
-                time.sleep(SETTLE_S)
                 self._drain()
                 if judge(exercise, self.desk, self.language, self.patience):
                     self._say("go_on")

@@ -155,7 +155,7 @@ def test_cut_cable(path, for_ever, roles, way, machines, port, tmp_path):
             cut = time.monotonic()
             ended = [run.communicate(timeout=TIMEOUT_S + 60) for run in (here, there)]
             # torchrun's agent looks for its store on the other machine for 5 s more before it ends.
-            assert time.monotonic() - cut < TIMEOUT_S + (20 if way == "torchrun" else 10)
+            assert time.monotonic() - cut < TIMEOUT_S + ENDS_S + (10 if way == "torchrun" else 0)
             for run, (_, err), unreachable in zip((here, there), ended, (1, 0), strict=True):
                 assert run.returncode == 1
                 assert len(errors_of(err)) == 1, err
