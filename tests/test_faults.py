@@ -3,6 +3,7 @@
 A new lesson is one more row in PROGRAMS.
 """
 
+import ast
 import importlib
 import math
 import os
@@ -248,6 +249,15 @@ def _start(self, run_worker, *more):
     return run.started({rank: process.process for rank, process in self.by_rank.items()})
 
 
+_literal_eval, _alone = ast.literal_eval, threading.Lock()
+
+
+def _parse_alone(text):
+    """In place of `ast.literal_eval`, with which numpy reads a header: before Python 3.11.8 and 3.12.2, threads disturb each other."""
+    with _alone:
+        return _literal_eval(text)
+
+
 @pytest.fixture
 def clean(tmp_path, monkeypatch):
     """Temporary files go to a folder of the test, and nothing may be left there, nor in shared memory."""
@@ -257,6 +267,7 @@ def clean(tmp_path, monkeypatch):
     # As it starts a process, multiprocessing asks how all others have ended, also those of other threads. The fork
     # server tells it once: who asks second reads 255, and the line would be "died".
     monkeypatch.setattr("multiprocessing.process._cleanup", lambda: None)
+    monkeypatch.setattr("ast.literal_eval", _parse_alone)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "tmp").mkdir()
