@@ -10,11 +10,6 @@ import pytest
 
 from tests import helpers, warm
 
-# Several runs share the cores, and a process that polls its shared memory would take the time of all others.
-# What is started cold (tests/helpers.py) sends as it does for a user.
-os.environ.setdefault("RPC_TRANSPORTS", "uv")
-# For the same reason, one thread: a rank that is alone on its machine, or in its terminal, would have one for each core.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What connects asks for a name; a name server that is slow would hold up a start for longer than any test waits.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 # Where a script has started pytest in the background, Ctrl-C would be ignored here and by all that is started.

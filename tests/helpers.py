@@ -103,7 +103,7 @@ def _start(cold):
 
 
 def _environment(cold, environ):
-    """Without what tests/conftest.py has set, if the program is to run as it does for a user."""
+    """Without what tests/warm.py has set, if the program is to run as it does for a user."""
     return {name: value for name, value in environ.items() if not (cold and name == "RPC_TRANSPORTS")}
 
 

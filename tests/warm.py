@@ -29,6 +29,11 @@ from pathlib import Path
 
 PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch.distributed.run", "torch._dynamo",
            "torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining", "gymnasium", "matplotlib.figure", "matplotlib.backends.backend_agg"]
+# Several runs share the cores, and a process that polls its shared memory would take the time of all others.
+# What is started cold (tests/helpers.py) sends as it does for a user.
+os.environ.setdefault("RPC_TRANSPORTS", "uv")
+# For the same reason, one thread: a rank that is alone on its machine, or in its terminal, would have one for each core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 CLONE_NEWNET = 0x40000000  # of sched.h
 PR_SET_NAME = 15  # of prctl.h
 
