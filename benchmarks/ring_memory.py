@@ -1,4 +1,4 @@
-"""The memory of a rank for rows of 1,024 to 16,384 characters, with transformer_parallel's ring.
+"""The memory of a rank for rows of 4,096 and 16,384 characters, with transformer_parallel's ring.
 
 Counted is the peak of the largest process of a run (`ru_maxrss`), above that of a run of 64
 characters, with one block and one row: mostly scores. Blocks of a megabyte and more go back to
@@ -20,7 +20,7 @@ from transformer_parallel.results import MB
 from transformer_parallel.ring_attention import WAYS
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORT, LENGTHS = 64, (1024, 4096, 16384)
+SHORT, LENGTHS = 64, (4096, 16384)
 COMMAND = (  # spawn: the ranks are children of the launcher, which the system counts with it
     "transformer_parallel/ring_attention.py --start_method spawn --batch_size 1 --blocks 1 "
     "--steps 1")
