@@ -69,9 +69,8 @@ CHECKS = {
         "--world_size 5 --sharding full --width 44 --global_batch_size 65": 39,
     },
     "ddp_basic.pitfalls": {
-        "": 2,
-        **{f"--kind {kind} --seed 7 --world_size 3 --lr 0.05 --steps 5": 2
-           for kind in ("uneven", "batchnorm", "batchnorm --mended")},
+        f"--kind {kind} --seed 7 --world_size 3 --lr 0.05 --steps 5": 2
+        for kind in ("unused", "uneven", "batchnorm", "batchnorm --mended")
     },
     "ddp_rpc_hybrid.main": {
         f"{TABLE} --world_size 5": 19,
