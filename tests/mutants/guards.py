@@ -64,7 +64,7 @@ MUTANTS = [
     # Who is to blame, and when.
     Mutant("the groups of a mesh wait for half an hour", "common/launcher/environment.py",
            "distributed_c10d.default_pg_timeout = timedelta(seconds=args.timeout)", "pass",
-           test=f"{FAULTS}::test_only_waiting_tells"),
+           test=f"{FAULTS}::test_only_waiting_tells[p2p_collectives.main]"),
     Mutant("who is silent is never blamed", WATCH, "[silent(rank, age)] if age > seconds and not done else []", "[]",
            test=SILENT),
     Mutant("a silence that was long ago is blamed", WATCH, "and now - end < self.timeout]", "]",
