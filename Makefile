@@ -1,11 +1,11 @@
 # make demo    CartPole over RPC, trained until solved (two to six minutes on 2 cores, after the installation)
 # make quick   the tests that one runs after each edit
 # make test    the test suite, on the CPU: of each mechanism one row for each kind of program
-# make test-all  every row for every program, as to be run each night (less than an hour)
+# make test-all  every row for every program, as to be run each night (about an hour)
 # make soak    kills, full disks, many runs at once, again and again (20 minutes); writes docs/reliability.md
-# make mutants realistic mistakes, one at a time: does --check see them?
+# make mutants realistic mistakes, one at a time: does --check see them? (about an hour)
 # make learn   the workbook: write a part of a lesson, and its oracle judges it (exercises/README.md)
-# make learn-check  do all exercises fail as shipped, and pass when they are solved?
+# make learn-check  do all exercises fail as shipped, and pass when they are solved? (25 minutes)
 # make compat  every supported torch, in environments of their own (five hours, 30 GB); writes docs/compatibility.md
 # make gpu     every program on the GPU of this machine (half an hour); writes docs/measurements/gpu.md
 # make site    the pages as a site in both languages, outputs/site/index.html (half a minute; needs npm)

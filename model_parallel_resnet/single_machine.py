@@ -124,7 +124,7 @@ def train(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
     losses = []
     for _ in range(args.num_batches):
-        # Tutorial: new random images here, while the clock runs; losses do not compare.
+        # Tutorial: new random images here, while the clock runs; no losses to compare.
         optimizer.zero_grad()
         outputs = model(inputs.to(args.devices[0]))
         loss = loss_fn(outputs, labels.to(outputs.device))

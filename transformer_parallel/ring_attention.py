@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common.cli import Parser, on_cpu, refuse
+from common.cli import Parser, on_cpu, ranks_here, refuse
 from common.program import run_program
 from common.session import device_of_group
 
@@ -303,7 +303,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     # the oracle has all.
     results.require_room(args, args.world_size,
                          scores=3 if args.check else 4 / args.world_size / args.blocks)
-    if not on_cpu(args) and {*args.ways} == {"torch_ring"}:
+    on_gpus = not on_cpu(args) and len(ranks_here(args)) <= torch.cuda.device_count()
+    if (on_gpus or args.device == "cuda") and {*args.ways} == {"torch_ring"}:
         refuse("--ways torch_ring calls a kernel of CPUs: give --device cpu, too")
     pieces = args.world_size * max(WAYS[name].pieces for name in args.ways)
     if args.seq_len % pieces:
