@@ -49,7 +49,7 @@ from torch.distributed import rpc
 def send_first(rank: int, size: int) -> torch.Tensor:
     """Pass a number round a ring: everybody sends, nobody receives."""
     mine, theirs = torch.tensor([rank + 1.0]), torch.zeros(1)
-    # Remedy: isend, which returns at once.
+    # Way out: isend, which returns at once.
     dist.send(mine, dst=(rank + 1) % size)
     dist.recv(theirs, src=(rank - 1) % size)
     return theirs
@@ -68,7 +68,7 @@ def other_collective(rank: int, size: int) -> torch.Tensor:
     """Add up on rank 0 alone; the others do not add, but wait for its result."""
     numbers = torch.tensor([rank + 1.0])
     if rank == 0:
-        # Remedy: all ranks call it; it gives the sum to all, and needs no broadcast.
+        # Way out: all ranks call it; it gives the sum to all, and needs no broadcast.
         dist.all_reduce(numbers)
     else:
         dist.broadcast(numbers, src=0)
@@ -85,7 +85,7 @@ def other_collective_mended(rank: int, size: int) -> torch.Tensor:
 def other_shape(rank: int, size: int) -> torch.Tensor:
     """Add up tensors of which rank 0's is longer, as in a last batch that is not cut evenly."""
     numbers = torch.full((2 if rank == 0 else 1,), rank + 1.0)
-    # Remedy: tensors of one size, on which all ranks agree.
+    # Way out: tensors of one size, on which all ranks agree.
     dist.all_reduce(numbers)
     return numbers
 
@@ -104,7 +104,7 @@ def one_fewer(rank: int, size: int) -> torch.Tensor:
     """Wait with the barrier of all ranks for those that do not come to it."""
     numbers = torch.tensor([rank + 1.0])
     if rank == 0:
-        # Remedy: the barrier before the `if`, for all ranks.
+        # Way out: the barrier before the `if`, for all ranks.
         dist.barrier()
         for other in range(1, size):
             dist.send(numbers, dst=other)
@@ -132,7 +132,7 @@ def own_number() -> float:
 
 def add_own_number(caller: str) -> float:
     """Add the number of the caller, which must be asked for it; called over RPC."""
-    # Remedy: rpc_async, whose future is returned: no thread waits. (Or `rpc_options(args, 2)`.)
+    # Way out: rpc_async, whose future is returned: no thread waits. (Or `rpc_options(args, 2)`.)
     theirs = rpc.rpc_sync(caller, own_number)
     return theirs + own_number()
 

@@ -17,7 +17,7 @@ def test_a_remedy_stands_above_a_line_that_waits(kind):
     places = [deadlock_check.place(ROOT / PROGRAM, *where) for where in deadlock_check.WAITS[kind]]
     numbers = [int(re.match(rf"{PROGRAM}:(\d+), ", place)[1]) for place in places]
     lines = (ROOT / PROGRAM).read_text().splitlines()
-    assert any(lines[number - 2].strip().startswith("# Remedy: ") for number in numbers)
+    assert any(lines[number - 2].strip().startswith("# Way out: ") for number in numbers)
 
 
 def test_under_torchrun(tmp_path):
