@@ -32,7 +32,7 @@ from batch_rl.main import role_name  # noqa: F401  --check looks for it here
 from batch_rl.vector import Environments, VectorAgent
 
 
-class DoubleBufferedObserver(tutorial.Observer):
+class DoubleBufferedObserver:
     """Owns two groups of environments, which play in turns."""
 
     def __init__(self, args: argparse.Namespace) -> None:

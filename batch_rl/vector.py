@@ -47,7 +47,7 @@ from torch.nn import functional as F
 
 from batch_rl import main as tutorial
 from batch_rl.fast import AgentName, FastAgent
-from batch_rl.main import EPS, Observer, role_name  # noqa: F401  --check looks for role_name
+from batch_rl.main import EPS, role_name  # noqa: F401  --check looks for role_name
 from batch_rl.results import ENV_NAME
 
 VECTORIZATION_MODES = {"vector": "vector_entry_point", "sync": "sync"}  # gymnasium's, by --envs
@@ -93,7 +93,7 @@ class Environments:
         return torch.tensor(returns.T).to(torch.get_default_dtype()), over.argmax(0) + 1.0
 
 
-class VectorObserver(Observer):
+class VectorObserver:
     """Owns one vector environment and plays the episodes that the agent asks for."""
 
     def __init__(self, args: argparse.Namespace) -> None:

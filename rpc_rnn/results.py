@@ -59,7 +59,7 @@ class History:
         """Begin to count the time of an epoch."""
         self.losses, self.began = [], time.perf_counter()
 
-    def add(self, loss: torch.Tensor, rows: int, context_id: int | None = None) -> None:
+    def add(self, loss: torch.Tensor, rows: int, context_id: int) -> None:
         """Add a step.
 
         Args:
@@ -72,8 +72,7 @@ class History:
         """
         at = f"at step {len(self.losses) + 1} of epoch {len(self.epochs) + 1}"
         self.losses.append((report.require_finite(loss, at), rows))
-        if context_id is not None:
-            self.count_round_trips(context_id)
+        self.count_round_trips(context_id)
         self.ended = time.perf_counter()
         self.bar.update()
 

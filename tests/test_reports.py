@@ -179,14 +179,14 @@ def test_language_model(clock, drawn, tmp_path, capfd, monkeypatch):
     """Of a resumed training only the new steps count, and no validation; a loss is that of a token."""
     args = args_of(rpc_rnn, tmp_path, "--epochs", 2, "--bptt", 10)
     monkeypatch.setattr("torch.distributed.rpc.get_worker_info", lambda: SimpleNamespace(id=1, name="trainer"))
+    monkeypatch.setattr(rpc_rnn_results.History, "count_round_trips", lambda self, n: setattr(self, "round_trips", n))
     history = rpc_rnn_results.History(args, torch.zeros(16, 2), [{"loss": 3.0, "val_loss": 2.5}], 4.0, None)
     history.begin_epoch()
     for loss, rows, seconds in ((2.0, 10, 3), (5.0, 5, 1)):
         clock.now += seconds
-        history.add(torch.tensor(loss), rows)
+        history.add(torch.tensor(loss), rows, 7)
     clock.now += 1000  # the validation
     history.end_epoch(1.0)
-    history.round_trips = 7
     language = SimpleNamespace(entropy_floor=0.5, floor_without_memory=2.0)
     metrics = rpc_rnn_results.summary(history, None, language, args)
     assert metrics["epochs"] == [{"loss": 3.0, "val_loss": 2.5}, {"loss": 3.0, "val_loss": 1.0}]
