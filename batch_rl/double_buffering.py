@@ -74,7 +74,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags: those of vector.py."""
-    return vector.build_parser("batch_rl_double_buffering", __doc__)
+    return vector.build_parser("batch_rl/double_buffering", __doc__)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -54,7 +54,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags: those of main.py."""
-    return tutorial.build_parser("batch_rl_fast", __doc__)
+    return tutorial.build_parser("batch_rl/fast", __doc__)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

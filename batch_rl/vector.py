@@ -258,7 +258,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
     return tutorial.run_worker(rank, world_size, args, VectorAgent)
 
 
-def build_parser(example: str = "batch_rl_vector", description: str = __doc__) -> Parser:
+def build_parser(example: str = "batch_rl/vector", description: str = __doc__) -> Parser:
     """Return the parser of this program's flags: those of main.py, and `--envs`."""
     parser = tutorial.build_parser(example, description)
     parser.set_defaults(envs_per_observer=16)

@@ -55,7 +55,7 @@ class Parser(PlainParser):
     With `--checkpoint`, `args.settings` has those that a resumed training must have, too.
 
     Args:
-        example: the folder's name, which names the outputs too.
+        example: the folder under outputs/ that it writes into: "rpc_rl" (main.py), "rpc_rl/fast".
         description: the script's docstring.
         world_size: default number of processes; None if the example finds it out from other flags.
         min_world_size: the fewest processes the example makes sense with.

@@ -146,7 +146,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags: those of main.py."""
-    return tutorial.build_parser("param_server_async", __doc__)
+    return tutorial.build_parser("param_server/async_server", __doc__)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -215,7 +215,7 @@ def run_worker(
             "model_bytes": sum(tensor.nbytes for tensor in server.get_model())}
 
 
-def build_parser(example: str = "param_server_batch_update", description: str = __doc__
+def build_parser(example: str = "param_server/batch_update", description: str = __doc__
                  ) -> Parser:
     """Return the parser of this program's flags, or of a variant's."""
     parser = Parser(example, description, world_size=6, min_world_size=2)

@@ -188,7 +188,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags: those of main.py, and the bound."""
-    parser = tutorial.build_parser("param_server_bounded", __doc__)
+    parser = tutorial.build_parser("param_server/bounded_server", __doc__)
     parser.add_argument("--max_staleness", type=bounded(int, at_least=0), default=1, metavar="K",
                         help="apply no gradient whose weights are more than K steps old")
     return parser

@@ -102,7 +102,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags: those of batch_update.py."""
-    return tutorial.build_parser("param_server_flat_update", __doc__)
+    return tutorial.build_parser("param_server/flat_update", __doc__)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 from param_server.data import count_batches
 
-CONSISTENCY = {"param_server": "lock", "param_server_async": "async",
-               "param_server_bounded": "bounded"}  # by the example's name
+CONSISTENCY = {"param_server": "lock", "param_server/async_server": "async",
+               "param_server/bounded_server": "bounded"}  # by the example's name
 MEAN_OF = 10  # steps, in the picture
 WORDS = {
     "en": {"title": "{trainers} trainers, one server ({consistency})", "x": "time (s)",

@@ -149,7 +149,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags: those of main.py, and of checkpoints."""
-    parser = tutorial.build_parser("rpc_rl_fast", __doc__)
+    parser = tutorial.build_parser("rpc_rl/fast", __doc__)
     # Each observer has its own generator, so as many have to go on.
     parser.add_checkpoint_flags("with the same flags: only how long and where may differ")
     return parser

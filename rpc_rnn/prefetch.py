@@ -141,7 +141,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags: those of main.py."""
-    return tutorial.build_parser("rpc_rnn_prefetch", __doc__)
+    return tutorial.build_parser("rpc_rnn/prefetch", __doc__)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -144,7 +144,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags: those of main.py, for more processes."""
-    parser = tutorial.build_parser("rpc_rnn_several_trainers", __doc__)
+    parser = tutorial.build_parser("rpc_rnn/several_trainers", __doc__)
     parser.set_defaults(world_size=3)
     return parser
 

@@ -46,7 +46,7 @@ def test_it_learns(tmp_path):
     command = next(command for command in commands_in("param_server/README.md") if command[1] == MAIN)
     result = run([*script(*command[1:]), "--world_size", "3", "--num_updates", "15", *SMALL, "--batch_size", "16"], tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    folder = tmp_path / "outputs/param_server_batch_update"
+    folder = tmp_path / "outputs/param_server/batch_update"
     metrics = json.loads((folder / "metrics.json").read_text())
     assert len(metrics["updates"]) == len(metrics["loss"]) == 15
     assert sum(metrics["loss"][-3:]) < 0.8 * sum(metrics["loss"][:3])

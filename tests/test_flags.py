@@ -18,6 +18,7 @@ import torch
 from common import data, limits, program, report
 from common.vision import import_torchvision
 
+from benchmarks.outputs import folder_of
 from ddp_basic import elastic
 from p2p_collectives import train as p2p_train
 from param_server import data as param_server_data
@@ -106,6 +107,12 @@ def refusal(name, argv, folder):
 
 def parser_of(name):
     return importlib.import_module(name).build_parser()
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_program_writes_into_a_folder_of_its_name(name):
+    """The one that the pages show at the end of what it prints."""
+    assert str(parser_of(name).get_default("output_dir")) == folder_of(f"{name.replace('.', '/')}.py")
 
 
 @functools.cache
