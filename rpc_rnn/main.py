@@ -6,10 +6,10 @@ backward and optimizer step each cross the wire, and read like those of a local 
     rank 0 "ps"                                    rank 1 "trainer"
     +-------------------+  <-- tokens -----------  +----------------------------------------+
     | EmbeddingTable    |  --- embeddings ------>  | with dist_autograd.context() as id:    |
-    |                   |  <-- states ---------    |   output, hidden = model(data, hidden) |
+    |                   |  <-- output ---------    |   output, hidden = model(data, hidden) |
     | Decoder           |  --- scores --------->   |   loss = criterion(output, target)     |
     |                   |  <-- their gradient --   |   dist_autograd.backward(id, [loss])   |
-    |                   |  --- of the states -->   |                                        |
+    |                   |  --- of the output -->   |                                        |
     |                   |  <-- of embeddings ---   |                                        |
     | gradients of id   |  <-- step(id) --------   |   opt.step(id)                         |
     +-------------------+                          +----------------------------------------+
@@ -80,7 +80,7 @@ class EmbeddingTable(Part):
 
 
 class Decoder(Part):
-    """Decodes for the RNNModel: states (T, B, nhid) to scores (T, B, ntoken)."""
+    """Decodes for the RNNModel: the LSTM's output (T, B, nhid) to scores (T, B, ntoken)."""
 
     def __init__(self, ntoken: int, nhid: int, dropout: float, seed: int, device: str) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Decoder(Part):
         self.to(self.device)
 
     def forward(self, output: torch.Tensor) -> torch.Tensor:
-        """Decode states; they come and go as in `EmbeddingTable.forward`."""
+        """Decode the LSTM's output; it comes and goes as in `EmbeddingTable.forward`."""
         return self.decoder(self.drop(output.to(self.device))).cpu()
 
 
@@ -236,7 +236,7 @@ def build_parser(example: str = "rpc_rnn", description: str = __doc__) -> Parser
     add("--nhid", type=count, default=64, metavar="N", help="size of the LSTM's state")
     add("--nlayers", type=count, default=1, metavar="N", help="layers of the LSTM")
     add("--dropout", type=bounded(float, at_least=0, at_most=1), default=0.0, metavar="P",
-        help="of embeddings and states; small texts need some")
+        help="of embeddings and the LSTM's output; small texts need some")
     add("--lr", type=bounded(float, above=0), default=0.005, help="learning rate")
     parser.add_checkpoint_flags()
     return parser

@@ -6,7 +6,7 @@ but the next tokens. So one RPC brings these, too, and does all of it:
 
     rank 0 "ps"                                          rank 1 "trainer"
     +-----------------------------+                      +---------------------------------------+
-    |                             |  <-- states ------   | with dist_autograd.context() as id:   |
+    |                             |  <-- output ------   | with dist_autograd.context() as id:   |
     | Decoder                     |  --- scores ----->   |   output, hidden = model(data, hidden)|
     |                             |  <-- gradients -->   |   dist_autograd.backward(id, [loss])  |
     | step_and_look_up(id, ...):  |  <-- gradient of --  |   opt.step(id):                       |
