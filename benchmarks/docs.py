@@ -24,6 +24,7 @@ import json
 import os
 import re
 import textwrap
+from operator import itemgetter
 from pathlib import Path
 
 from common.cli import PlainParser
@@ -280,10 +281,10 @@ def anchor_of(heading):
 
 
 def numbered(cell, sections):
-    """The number of a cell; it leads to the section about it, if there is one."""
-    about = [(in_brackets, len(cells), anchor)
+    """The number of a cell; it leads to the first section about it, if there is one."""
+    about = [(in_brackets, anchor)
              for anchor, (in_brackets, cells) in sections.items() if cell in cells]
-    return f"[{cell}](#{min(about)[-1]})" if about else cell
+    return f"[{cell}](#{min(about, key=itemgetter(0))[1]})" if about else cell
 
 
 def in_language(see, language):
