@@ -15,6 +15,7 @@ import nbformat
 import pytest
 from traitlets.config import Config
 
+from benchmarks.docs import anchor_of
 from tests import warm
 from tests.helpers import ROOT, SOON_S, processes
 from tests.test_docs import module_of
@@ -85,7 +86,8 @@ def test_both_languages_are_one_tour():
             continue
         assert english.source != japanese.source
         for what in (r"^(#+) ", r"<a name=\"(\w+)\"", r"^\| (6_\d+) ", r"`([^`]+)`", LINK):
-            found = [[there.replace(".ja.", ".") for there in re.findall(what, cell.source, re.MULTILINE)]
+            found = [[re.sub(r"(\.md)#.*", r"\1", there.replace(".ja.", "."))  # anchors are headings, in their language
+                      for there in re.findall(what, cell.source, re.MULTILINE)]
                      for cell in (english, japanese)]
             assert sorted(found[0]) == sorted(found[1]), what
 
@@ -101,7 +103,11 @@ def test_links(path):
     assert sorted(link[1:] for link in links if link.startswith("#")) == sorted(names)
     for link in links:
         if "://" not in link and not link.startswith("#"):
-            assert (path.parent / link).exists(), link
+            page, _, anchor = link.partition("#")
+            assert (path.parent / page).exists(), link
+            if anchor:
+                headings = re.findall(r"^#+ (.*)", (path.parent / page).read_text(), re.MULTILINE)
+                assert anchor in map(anchor_of, headings), link
             assert (".ja." in link) == (path == JAPANESE) or link.startswith("tour."), link
         elif "://" in link and not link.startswith(COLAB):
             assert link in outside, link
