@@ -157,7 +157,7 @@ def test_a_checkpoint_has_the_flags_of_its_training(tmp_path, capsys):
     checkpoint.save(args, {"model": model.state_dict(), "epochs": 1})
     assert checkpoint.inspect(args, {"epochs": int}, lambda: model)["epochs"] == 1
     args.settings, args.lr = {"lr": 0.2}, 0.2
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^2$"):
         checkpoint.inspect(args, {"epochs": int}, lambda: model)
     assert capsys.readouterr().err.startswith("error: --lr 0.2 must be 0.1, as in --checkpoint ")
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_has_the_flags_of_its_training(tmp_path, capsys):
 def test_a_setting_that_no_flag_can_have(tmp_path, capsys):
     args = Namespace(example="lesson", settings={"lr": torch.ones(2)}, checkpoint=tmp_path / "run.pt", checkpoint_rank=0)
     checkpoint.save(args, {})
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^2$"):
         checkpoint.load(args)
     assert capsys.readouterr().err == (
         f"error: --checkpoint {checkpoint.shortened(args.checkpoint)} is not a whole checkpoint of lesson; give another file\n")

@@ -615,7 +615,7 @@ SAME_PLACE = "At the same place, number 1 of the group, they call: "
 
 def test_deadlock(opened, tmp_path, capfd):
     """A deadlock leaves its record, and the page opens where it ends."""
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^1$"):
         record.main([str(timeline.ROOT / "p2p_collectives/deadlock.py"), "--timeout", "2", "--output_dir",
                      str(tmp_path)])
     assert re.search(r"p2p_collectives/deadlock\.py:\d+, `dist\.send", capfd.readouterr().err)  # not the recorder's line
@@ -633,7 +633,7 @@ def test_deadlock(opened, tmp_path, capfd):
 ], ids=lambda kind: kind if isinstance(kind, str) else "")
 def test_the_circle_of_a_deadlock(kind, calls, opened, tmp_path, capfd):
     """Of the other kinds, too, the page names it."""
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^1$"):
         record.main([str(timeline.ROOT / "p2p_collectives/deadlock.py"), "--kind", kind, "--timeout", "3",
                      "--output_dir", str(tmp_path)])
     assert "p2p_collectives/deadlock.py:" in capfd.readouterr().err
