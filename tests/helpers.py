@@ -53,6 +53,11 @@ def faulty(module, folder, patch):
     return [sys.executable, str(path)]
 
 
+def args_of(program, folder, *flags):
+    """The flags of a program, parsed; `folder` is for its output."""
+    return program.build_parser().parse_args(["--output_dir", str(folder), *map(str, flags)])
+
+
 def commands_in(readme, start="python "):
     """The commands of a README's code blocks, continued lines joined, each as a list."""
     blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", (ROOT / readme).read_text(), re.DOTALL)
@@ -70,6 +75,14 @@ def run(command, folder, cold=False, env=None, **options):
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def results_of(command, folder, cold=False):
+    """Run a program that must succeed, and print no warning; where its results are, and its lines but the one that says so."""
+    result = run(command, folder, cold)
+    assert (result.returncode, result.stderr) == (0, "")
+    *lines, last = result.stdout.splitlines()
+    return folder / last.removeprefix("results: "), lines
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from batch_rl import main as batch_rl
 from batch_rl.results import finish_training, shown_first
 from benchmarks import batch_rl as benchmark
 from benchmarks import one_process
-from tests.helpers import commands_in, run, script
+from tests.helpers import args_of, commands_in, results_of, script
 
 
 class Here:
@@ -109,20 +109,18 @@ def test_returns():
 def test_compare(tmp_path):
     """The README's command, with fewer and shorter episodes."""
     less = ["--num_episode", "1", "--num_steps", "40", "--observers", "1", "3"]
-    result = run([*script(*commands_in("batch_rl/README.md")[0][1:]), *less], tmp_path, cold=True)
-    assert (result.returncode, result.stderr) == (0, "")
-    metrics = json.loads((tmp_path / "outputs/batch_rl/metrics.json").read_text())
+    folder, lines = results_of(script(*commands_in("batch_rl/README.md")[0][1:], *less), tmp_path, cold=True)
+    metrics = json.loads((folder / "metrics.json").read_text())
     assert [(row["observers"], row["mode"]) for row in metrics["rows"]] == [
         (observers, mode) for observers in (1, 3) for mode in ("batched", "single")]
     speeds = [row["env_steps_per_s"] for row in metrics["rows"]]
     assert min(speeds) > 0
     assert metrics["speedup"] == {"1": speeds[0] / speeds[1], "3": speeds[2] / speeds[3]}
     assert (metrics["world_size"], metrics["envs_per_observer"]) == (4, 1)
-    lines = result.stdout.splitlines()
     assert lines[0] == "[agent] observers 1  batched  warm-up"
     assert sum("warm-up episode excluded" in line for line in lines) == 1
-    assert lines[-2].startswith("3 observers: ")
-    assert (tmp_path / "outputs/batch_rl/batch_vs_single.png").exists()
+    assert lines[-1].startswith("3 observers: ")
+    assert (folder / "batch_vs_single.png").exists()
 
 
 def train_plain(rank, world_size, args):
@@ -132,9 +130,9 @@ def train_plain(rank, world_size, args):
 
 def test_it_learns_and_one_seed_gives_one_training(tmp_path):
     """Also that observers play in different environments: with equal ones all rewards would be whole numbers."""
-    flags = ["--envs_per_observer", "8", "--num_steps", "100", "--lr", "0.01", "--reward_threshold", "40", "--output_dir", str(tmp_path)]
-    first, second = (run_program(train_plain, until_solved.build_parser().parse_args([*flags, "--max_episodes", episodes]),
-                                 batch_rl.role_name, finish_training) for episodes in ("60", "3"))
+    flags = ["--envs_per_observer", 8, "--num_steps", 100, "--lr", 0.01, "--reward_threshold", 40, "--max_episodes"]
+    first, second = (run_program(train_plain, args_of(until_solved, tmp_path, *flags, episodes),
+                                 batch_rl.role_name, finish_training) for episodes in (60, 3))
     assert first["solved"]
     assert first["running_rewards"][-1] > 40  # without learning, about 20
     assert not second["solved"]
@@ -153,7 +151,7 @@ def train_double_buffered(rank, world_size, args):
 def test_one_seed_gives_one_training_to_the_last_digit(run_worker, envs, tmp_path):
     """Rewards of many episodes, which depend on all digits of the weights; also that it learns."""
     flags = ["--envs", envs, "--envs_per_observer", "8", "--num_steps", "60", "--lr", "0.01", "--reward_threshold", "45"]
-    args = until_solved.build_parser().parse_args([*flags, "--output_dir", str(tmp_path)])
+    args = args_of(until_solved, tmp_path, *flags)
     first, second = (run_program(run_worker, args, batch_rl.role_name, finish_training) for _ in range(2))
     assert first["solved"]
     assert first["episodes"] > 5

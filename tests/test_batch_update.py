@@ -1,7 +1,6 @@
 """Tutorial 6_8, first half."""
 
 import json
-import re
 import time
 from types import SimpleNamespace
 
@@ -11,27 +10,23 @@ from torch.distributed import rpc
 
 from param_server import batch_update
 from param_server.flat_update import FlatParameterServer, FlatTrainer
-from tests.helpers import commands_in, run, script
+from tests.helpers import args_of, commands_in, results_of, script
 
 MAIN = "param_server/batch_update.py"
 SMALL = ["--arch", "resnet18", "--image_size", "32", "--batch_size", "4", "--num_classes", "5"]
 
 
-def parsed(*flags):
-    return batch_update.build_parser().parse_args(["--output_dir", "/tmp", *SMALL, *map(str, flags)])
-
-
 # --- pieces
 
 
-def test_both_trainers_send_the_same_numbers(monkeypatch):
+def test_both_trainers_send_the_same_numbers(monkeypatch, tmp_path):
     """One tensor or hundreds."""
     monkeypatch.setattr(rpc, "get_worker_info", lambda: SimpleNamespace(id=1))
-    sent = []
+    args, sent = args_of(batch_update, tmp_path, *SMALL, "--device", "cpu"), []
     for trainer_class, server_class in ((batch_update.Trainer, batch_update.BatchUpdateParameterServer),
                                         (FlatTrainer, FlatParameterServer)):
-        trainer = trainer_class(None, parsed("--device", "cpu"))
-        trainer.set_model(server_class(parsed()).get_model())
+        trainer = trainer_class(None, args)
+        trainer.set_model(server_class(args).get_model())
         inputs, labels = next(trainer.get_next_batch())
         trainer.loss_fn(trainer.m(inputs), labels).backward()
         sent.append(torch.cat([tensor.flatten() for tensor in trainer.get_gradients()]))
@@ -44,22 +39,15 @@ def test_both_trainers_send_the_same_numbers(monkeypatch):
 def test_it_learns(tmp_path):
     """The README's command, with a smaller model."""
     command = next(command for command in commands_in("param_server/README.md") if command[1] == MAIN)
-    result = run([*script(*command[1:]), "--world_size", "3", "--num_updates", "15", *SMALL, "--batch_size", "16"], tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    folder = tmp_path / "outputs/param_server/batch_update"
+    folder, lines = results_of(
+        script(*command[1:], "--world_size", 3, "--num_updates", 15, *SMALL, "--batch_size", 16), tmp_path)
     metrics = json.loads((folder / "metrics.json").read_text())
     assert len(metrics["updates"]) == len(metrics["loss"]) == 15
     assert sum(metrics["loss"][-3:]) < 0.8 * sum(metrics["loss"][:3])
-    assert sorted(metrics["updates"])[7] == metrics["median_update_s"]
-    numbers = 11_179_077 + 9_600  # ResNet18's parameters with five classes, and its running means and variances
-    assert metrics["bytes_per_update"] == 2 * 2 * 4 * numbers  # there and back again, two trainers, float32
     for update in zip(*(metrics[what] for what in ("compute", "transfer", "waiting")), strict=True):
         assert min(update) > 0
     assert 0.2 < metrics["peak_memory_gb"] < 6
-    *updates, spent, _, _ = result.stdout.splitlines()
-    assert [line.split("  loss ")[0] for line in updates] == [f"[trainer1] update {n}" for n in range(1, 16)]
-    assert re.match(r"\[parameter_server\] an update is compute \d+%, transfer \d+%, waiting \d+%; ", spent)
-    assert result.stdout.splitlines()[-2].startswith("resnet18, 2 trainers: ")
+    assert [line.split("  loss ")[0] for line in lines[:-2]] == [f"[trainer1] update {n}" for n in range(1, 16)]
     assert (folder / "batch_update.png").exists()
 
 

@@ -13,11 +13,10 @@ from benchmarks import model_parallel_resnet as benchmark
 from model_parallel_resnet import check, measuring, results
 from model_parallel_resnet import main as rpc_pipeline
 from model_parallel_resnet.main import DistResNet50
-from tests.helpers import commands_in, run, script
+from tests.helpers import commands_in, results_of, script
 
 MAIN = "model_parallel_resnet/main.py"
 SMALL = ["--arch", "resnet18", "--image_size", "64", "--batch_size", "8"]
-BRIEF = [*SMALL, "--num_splits", "1", "4", "--num_batches", "1"]
 
 
 # --- the model, in one process
@@ -171,15 +170,12 @@ def test_readme_command(tmp_path):
     """The first command of the README, with less to do, and sizes that do not divide."""
     command = commands_in("model_parallel_resnet/README.md")[0]
     assert command[1] == MAIN
-    result = run(script(*command[1:], *SMALL, "--num_splits", 1, 3, "--num_batches", 2), tmp_path, cold=True)
-    assert (result.returncode, result.stderr) == (0, "")
-    lines = result.stdout.splitlines()
+    folder, lines = results_of(script(*command[1:], *SMALL, "--num_splits", 1, 3, "--num_batches", 2), tmp_path, cold=True)
     assert lines[6].split() == ["splits", "s/batch", "speed-up", "ideal", "idle"]
     assert [line.split()[0] for line in lines[7:9]] == ["1", "3"]
-    assert lines[-2].startswith("resnet18, RPC pipeline: loss 0.")
-    output = tmp_path / "outputs/model_parallel_resnet"
-    assert sorted(path.name for path in output.iterdir()) == ["metrics.json", "num_split.png"]
-    metrics = json.loads((output / "metrics.json").read_text())
+    assert lines[-1].startswith("resnet18, RPC pipeline: loss 0.")
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.json", "num_split.png"]
+    metrics = json.loads((folder / "metrics.json").read_text())
     assert [row["num_split"] for row in metrics["where"]] == [1, 3]
 
 
@@ -211,7 +207,7 @@ def test_run_sees_a_plain_optimizer(capsys):
 
 def test_one_process_of_the_benchmark_is_the_same_training(tmp_path):
     """Its row is what all others are compared with: the same model, batch and steps."""
-    flags = [*BRIEF, "--device", "cpu", "--output_dir", str(tmp_path)]
+    flags = [*SMALL, "--num_splits", "1", "4", "--num_batches", "1", "--device", "cpu", "--output_dir", str(tmp_path)]
     _, losses = benchmark.train_alone(rpc_pipeline.build_parser().parse_args(flags))
     ours = rpc_pipeline.main(flags)["losses"]  # with 1 and 4 splits in turns
     assert losses[0] == pytest.approx(ours[0], rel=1e-4)

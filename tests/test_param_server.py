@@ -12,30 +12,19 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from param_server import async_server, bounded_server
+from param_server import bounded_server
 from param_server import main as param_server
 from param_server.async_server import AsyncParameterServer, AsyncSGD
 from param_server.bounded_server import Bound, BoundedParameterServer
 from param_server.data import get_next_batch
-from tests.helpers import commands_in, run, script
+from tests.helpers import args_of, commands_in, results_of, run, script
 from tests.test_data import write_mnist
-
-WAYS = {"lock": param_server, "async": async_server}
-
-
-def parsed(*flags, program=param_server):
-    return program.build_parser().parse_args(["--output_dir", "/tmp", *map(str, flags)])
-
-
-def bounded_by(max_staleness):
-    return BoundedParameterServer(parsed("--device", "cpu", "--max_staleness", max_staleness, program=bounded_server))
-
 
 # --- pieces
 
 
-def test_every_trainer_has_its_own_images():
-    args = parsed("--world_size", 4)
+def test_every_trainer_has_its_own_images(tmp_path):
+    args = args_of(param_server, tmp_path, "--world_size", 4)
     train_set, orders = TensorDataset(torch.arange(100), 10 * torch.arange(100)), {}
     for rank in (1, 2, 3):
         for epoch in (0, 1):
@@ -59,9 +48,9 @@ SERVERS = [param_server.ParameterServer, AsyncParameterServer, BoundedParameterS
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("server_class", SERVERS)
-def test_mode_reaches_the_network(server_class, world_size):
+def test_mode_reaches_the_network(server_class, world_size, tmp_path):
     """In the tutorial, `model.eval()` stays with the trainer's wrapper, and the accuracy has dropout on."""
-    server = server_class(parsed("--world_size", world_size, "--device", "cpu", program=bounded_server))
+    server = server_class(args_of(bounded_server, tmp_path, "--world_size", world_size, "--device", "cpu"))
     images = torch.randn(8, 1, 28, 28)
     server.set_mode(False)
     assert torch.equal(server(images), server(images))
@@ -71,9 +60,9 @@ def test_mode_reaches_the_network(server_class, world_size):
 
 
 @pytest.mark.parametrize("server_class", SERVERS)
-def test_a_step_between_forward_and_backward(server_class):
+def test_a_step_between_forward_and_backward(server_class, tmp_path):
     """What two trainers do to each other: only copies survive it, or a lock that keeps it from happening."""
-    server = server_class(parsed("--device", "cpu", program=bounded_server))
+    server = server_class(args_of(bounded_server, tmp_path, "--device", "cpu"))
     loss = F.nll_loss(server(torch.randn(8, 1, 28, 28)), torch.arange(8))
     with torch.no_grad():
         for param in server.model.parameters():
@@ -85,9 +74,9 @@ def test_a_step_between_forward_and_backward(server_class):
             loss.backward()
 
 
-def test_turns():
+def test_turns(tmp_path):
     """One at a time; whoever waits goes on when it is over."""
-    server, entered = param_server.ParameterServer(parsed("--device", "cpu")), []
+    server, entered = param_server.ParameterServer(args_of(param_server, tmp_path, "--device", "cpu")), []
 
     def take_turn(number):
         server.acquire()
@@ -159,10 +148,10 @@ def train_in_order(server, optimizers, order):
     return list(server.model.parameters())
 
 
-def test_a_bound_of_0_is_a_lock(monkeypatch):
+def test_a_bound_of_0_is_a_lock(monkeypatch, tmp_path):
     """In the same order, the same numbers; and whoever comes in between has to wait."""
-    order, bounded = [1, 2, 2, 1], bounded_by(0)
-    locked = param_server.ParameterServer(parsed("--device", "cpu"))
+    order, args = [1, 2, 2, 1], args_of(bounded_server, tmp_path, "--device", "cpu", "--max_staleness", 0)
+    bounded, locked = BoundedParameterServer(args), param_server.ParameterServer(args)
     monkeypatch.setattr(param_server, "param_server", bounded)
     pairs = zip(
         train_in_order(bounded, {rank: AsyncSGD(bounded.model.parameters(), trainer=rank, lr=0.1) for rank in (1, 2)},
@@ -179,9 +168,9 @@ def test_a_bound_of_0_is_a_lock(monkeypatch):
     assert second.done()
 
 
-def test_all_gather():
+def test_all_gather(tmp_path):
     """Every trainer receives the values of all, in the order of the ranks; and again."""
-    server = param_server.ParameterServer(parsed("--device", "cpu", "--world_size", 3))
+    server = param_server.ParameterServer(args_of(param_server, tmp_path, "--device", "cpu", "--world_size", 3))
     with ThreadPoolExecutor(1) as thread:
         for values in ("ab", "cd"):
             second = thread.submit(server.all_gather, 2, values[1])
@@ -203,24 +192,21 @@ def test_check_of_a_resumed_training(capfd, tmp_path):
     capfd.readouterr()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_it_learns(way, tmp_path):
+@pytest.mark.parametrize("name", ["main", "async_server"])
+def test_it_learns(name, tmp_path):
     """The README's command, with a tenth of its epochs, and smaller batches."""
-    path = WAYS[way].__name__.replace(".", "/") + ".py"
-    command = next(command for command in commands_in("param_server/README.md") if command[1] == path)
-    folder = tmp_path / "outputs" / parsed(program=WAYS[way]).example
-    flags = ["--epochs", "2", "--batch_size", "16", "--lr", "0.04"]
-    result = run([*script(*command[1:]), *flags], tmp_path, cold=True)
-    assert (result.returncode, result.stderr) == (0, "")
+    command = next(command for command in commands_in("param_server/README.md") if command[1] == f"param_server/{name}.py")
+    flags = ["--epochs", 2, "--batch_size", 16, "--lr", 0.04]
+    folder, lines = results_of(script(*command[1:], *flags), tmp_path, cold=True)
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["test_accuracy"] > 0.85
     assert metrics["epochs"][-1]["loss"] < 0.6 * metrics["epochs"][0]["loss"]
-    assert ("staleness" in metrics) == (way == "async")
-    if way == "async":
+    assert ("staleness" in metrics) == (name == "async_server")
+    if name == "async_server":
         assert 0.5 < metrics["staleness"]["mean"] < 1.5  # of N trainers, about N - 1
-    assert result.stdout.splitlines()[-2].startswith("digits: test accuracy ")
-    for picture in ("loss.png", *(["staleness.png"] if way == "async" else [])):
-        assert (folder / picture).exists()
+        assert (folder / "staleness.png").exists()
+    assert lines[-1].startswith("digits: test accuracy ")
+    assert (folder / "loss.png").exists()
 
 
 # --- the benchmarks

@@ -34,6 +34,7 @@ from rpc_rl import main as rpc_rl
 from rpc_rl import results as rpc_rl_results
 from rpc_rnn import main as rpc_rnn
 from rpc_rnn import results as rpc_rnn_results
+from tests.helpers import args_of
 from transformer_parallel import experts, zero
 from transformer_parallel import results as transformer_results
 
@@ -67,10 +68,6 @@ def drawn(monkeypatch):
         return shown
 
     return lambda: [of_panel(panel) for figure in figures for panel in figure.axes]
-
-
-def args_of(program, folder, *flags):
-    return program.build_parser().parse_args(["--output_dir", str(folder), *map(str, flags)])
 
 
 def last_line(capfd):

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import rpc_rl as benchmark
 from rpc_rl import main as rpc_rl
-from tests.helpers import commands_in, listening, nothing_left, processes, running, script
+from tests.helpers import args_of, commands_in, listening, nothing_left, processes, running, script
 
 # --- what it computes
 
@@ -79,7 +79,7 @@ def test_benchmark(tmp_path):
 
 def test_defaults_can_solve(tmp_path):
     """The tutorial's cannot: 100 steps shared by the observers against a threshold of 475, and gamma 0.1."""
-    args = rpc_rl.build_parser().parse_args(["--output_dir", str(tmp_path)])
+    args = args_of(rpc_rl, tmp_path)
     assert args.total_steps_per_episode // (args.world_size - 1) >= args.reward_threshold == 475
     assert args.gamma == 0.99
 

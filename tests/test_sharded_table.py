@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import ddp_rpc_hybrid_tables as tables
 from ddp_rpc_hybrid import sharded_table
-from tests.helpers import run, script
+from tests.helpers import args_of, results_of, script
 
 MAIN = "ddp_rpc_hybrid/sharded_table.py"
 
@@ -18,16 +18,14 @@ MAIN = "ddp_rpc_hybrid/sharded_table.py"
 
 def test_training(tmp_path):
     """It learns, reports what it holds and sends, and draws; like main.py's, from the same table and batches."""
-    result = run(script(MAIN, "--epochs", 60), tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    folder = tmp_path / "outputs/ddp_rpc_hybrid/sharded_table"
+    folder, lines = results_of(script(MAIN, "--epochs", 60), tmp_path)
     metrics = json.loads((folder / "metrics.json").read_text())
     assert sum(epoch["accuracy"] for epoch in metrics["epochs"][-10:]) / 10 > 3 / 8  # chance is 1/8
     assert metrics["epochs"][-1]["loss"] < 0.6 * metrics["epochs"][0]["loss"]
-    lines = [line for line in result.stdout.splitlines() if " of 60" not in line]  # where it takes longer
+    lines = [line for line in lines if " of 60" not in line]  # where it takes longer
     assert lines[0].startswith("[trainer0] epoch  10  loss 2.2")
-    assert lines[-2].startswith("2 trainers, all_to_all: loss 2.5")
-    assert lines[-2].endswith("kB a step, 3.2 kB of the table each")
+    assert lines[-1].startswith("2 trainers, all_to_all: loss 2.5")
+    assert lines[-1].endswith("kB a step, 3.2 kB of the table each")
     assert sorted(path.name for path in folder.iterdir()) == ["loss.png", "metrics.json"]
 
 
@@ -65,7 +63,7 @@ def test_the_tables_are_measured_in_turns(monkeypatch, tmp_path, capfd):
 
 def test_the_memory_of_a_table(tmp_path, capfd):
     """The server has all rows and their gradient, a trainer half of both, with DTensor the whole gradient."""
-    args = tables.build_parser().parse_args(["--epochs", "1", "--output_dir", str(tmp_path)])
+    args = args_of(tables, tmp_path, "--epochs", 1)
     row = 16 * 4 / 1e6
     for way, rows in (("server", 2000), ("all_to_all", 1000), ("dtensor", 1500)):
         assert tables.train(way, "dense", 1000, args)["held_mb"] == pytest.approx(rows * row)

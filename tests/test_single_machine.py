@@ -10,7 +10,7 @@ from torch import nn
 from model_parallel_resnet import single_machine
 from model_parallel_resnet import single_machine_results as results
 from model_parallel_resnet.data import require_split_sizes
-from tests.helpers import commands_in, run, script
+from tests.helpers import args_of, commands_in, results_of, script
 
 MAIN = "model_parallel_resnet/single_machine.py"
 README = "model_parallel_resnet/README.md"
@@ -21,7 +21,7 @@ PICTURES = ["mp_vs_rn.png", "mp_vs_rn_vs_pp.png", "split_size_tradeoff.png"]
 
 def settled(folder, *flags):
     """The flags, parsed and filled in; and the split sizes that are left out."""
-    args = single_machine.build_parser().parse_args(["--output_dir", str(folder), *map(str, flags)])
+    args = args_of(single_machine, folder, *flags)
     args.devices = single_machine.choose_devices(args)
     return args, require_split_sizes(args, single_machine.SPLIT_SIZES, single_machine.NUM_CLASSES)
 
@@ -101,15 +101,11 @@ def test_each_bar_has_its_label(tmp_path, monkeypatch):
 def test_the_documented_command(tmp_path):
     """With small flags: the numbers, the pictures, and what this hardware can show."""
     command = next(command[1:] for command in commands_in(README) if MAIN in command)
-    result = run(script(*command, *SMALL, "--device", "cpu", "--num_repeat", 2, "--num_batches", 2), tmp_path, cold=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""  # a normal run prints no warning
-    lines = result.stdout.splitlines()
+    folder, lines = results_of(script(*command, *SMALL, "--device", "cpu", "--num_repeat", 2, "--num_batches", 2),
+                               tmp_path, cold=True)
     assert "one device (cpu): nothing can overlap" in lines[0]
     assert "left out: split sizes [5, 8, 10, 12, 20, 40, 60]" in lines[1]
-    assert lines[-2].startswith("ResNet50 on one device (cpu): model parallel takes ")
-
-    folder = tmp_path / "outputs" / "model_parallel_resnet" / "single_machine"
+    assert lines[-1].startswith("ResNet50 on one device (cpu): model parallel takes ")
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.json", *PICTURES]
     metrics = json.loads((folder / "metrics.json").read_text())
     assert [row["split_size"] for row in metrics["rows"]] == [None, None, 1, 2, 3]
