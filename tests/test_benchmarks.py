@@ -130,7 +130,3 @@ def test_rounds_of_collectives_become_one_row():
     assert mpi == row("mpi", 3, 2) | {"low": 1.25, "high": 4}
     with pytest.raises(AssertionError):
         collectives.summary([[row("gloo", 4, 1)], [row("mpi", 1, 4)]])
-
-
-def test_collectives_in_slices_only(refused):
-    refused(collectives.main, ["--sizes", "8"], ("--sizes 8 must be a multiple of 16",))

@@ -399,6 +399,7 @@ REFUSED = [
     ("ddp_rpc_hybrid.sharded_table_dtensor", "--sparse", "--sparse requires sharded_table.py"),
     ("ddp_rpc_hybrid.sharded_table_dtensor", "--num_embeddings 4 --world_size 3", "leaves a trainer without rows"),
     ("ddp_rpc_hybrid.sharded_table_dtensor", "--num_embeddings 1", "--num_embeddings 1 --world_size 2 leaves a trainer without rows"),
+    ("benchmarks.peers.collectives", "--sizes 8", "--sizes 8 must be a multiple of 16"),
     ("benchmarks.ddp_rpc_hybrid_tables", "--rows 4 --trainers 3", "--num_embeddings 4 --world_size 3 leaves a trainer without rows"),
     *((f"model_parallel_resnet.{name}", *row) for name in ("main", "early_backward") for row in (
         ("--world_size 4", "--world_size 4 must be 3: one process for each role"),
@@ -466,6 +467,23 @@ def test_bad_input(name, flags, says, stubbed):
     line = refusal(name, flags.split(), stubbed)
     assert says in line
     require_the_bounds(name, flags.split(), line, stubbed)
+
+
+@pytest.mark.parametrize(("gpus", "name", "flags", "says"), [
+    (1, "ddp_rpc_hybrid.sharded_table", "--device cuda", "--device cuda must be cpu or auto: torch sees 1 GPUs, and here each rank needs"),
+    (1, "model_parallel_resnet.single_machine", "--devices cpu cuda:0", "--devices cpu cuda:0 must be two GPUs, or one device twice"),
+    *((gpus, "transformer_parallel.ring_attention", f"--ways torch_ring --device {device}", "--ways torch_ring calls a kernel of CPUs: give --device cpu, too")
+      for gpus, device in ((4, "auto"), (1, "cuda"))),
+])
+def test_bad_input_on_a_machine_with_gpus(gpus, name, flags, says, stubbed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert says in refusal(name, flags.split(), stubbed)
+
+
+def test_bad_input_where_memory_has_a_name(stubbed, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    assert "needs Linux" in refusal("p2p_collectives.shared_memory", [], stubbed)
 
 
 @pytest.mark.parametrize("name", with_flag("--resume"))
@@ -722,17 +740,13 @@ def test_help_tells_every_default(name, capsys):
 # --- where the tensors were
 
 
-@pytest.fixture
-def some_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
-
-
 @pytest.mark.parametrize(("flag", "where", "device"), [
     ("auto", None, "Some GPU"), ("cuda", None, "Some GPU"), ("cpu", None, "cpu"),
     ("auto", "cpu", "cpu"),
 ])
-def test_device_in_metrics(flag, where, device, tmp_path, some_gpu):
+def test_device_in_metrics(flag, where, device, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
     args = SimpleNamespace(device=flag, output_dir=tmp_path, example="x", world_size=1, seed=0)
     assert report.save_metrics(args, {}, "gloo", where)["device"] == device
 

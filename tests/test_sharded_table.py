@@ -4,10 +4,8 @@ import json
 import statistics
 
 import pytest
-import torch
 
 from benchmarks import ddp_rpc_hybrid_tables as tables
-from ddp_rpc_hybrid import sharded_table
 from tests.helpers import args_of, results_of, script
 
 MAIN = "ddp_rpc_hybrid/sharded_table.py"
@@ -27,15 +25,6 @@ def test_training(tmp_path):
     assert lines[-1].startswith("2 trainers, all_to_all: loss 2.5")
     assert lines[-1].endswith("kB a step, 3.2 kB of the table each")
     assert sorted(path.name for path in folder.iterdir()) == ["loss.png", "metrics.json"]
-
-
-# --- what can go wrong
-
-
-def test_each_trainer_needs_its_own_gpu(refused, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    refused(sharded_table.main, ["--device", "cuda"], ["--device cuda", "1 GPUs", "each rank needs its own"])
 
 
 # --- benchmarks/ddp_rpc_hybrid_tables.py

@@ -40,8 +40,3 @@ def test_a_barrier_does_not_wait_for_ever(waiting):
     os.close(outbox)
     with pytest.raises(ConnectionError, match="has ended"):
         shared.barrier()
-
-
-def test_only_where_memory_needs_no_name(monkeypatch, refused):
-    monkeypatch.delattr(os, "memfd_create")
-    refused(shared_memory.main, [], ("needs Linux",))

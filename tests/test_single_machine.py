@@ -126,11 +126,3 @@ def test_the_clock_waits_for_the_gpus(tmp_path, monkeypatch):
     args = SimpleNamespace(devices=[torch.device("cuda", 0), torch.device("cuda", 1)])
     single_machine.time_training(None, None, None, args)
     assert events == ["cuda:0", "cuda:1", "clock", "train", "cuda:0", "cuda:1", "clock"]
-
-
-# --- what can go wrong
-
-
-def test_a_cpu_beside_a_gpu_is_refused(refused, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    refused(single_machine.main, ["--devices", "cpu", "cuda:0"], ["--devices", "cpu cuda:0", "one device twice"])

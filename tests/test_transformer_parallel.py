@@ -3,10 +3,9 @@
 import importlib
 
 import pytest
-import torch
 
 from tests.helpers import ROOT
-from transformer_parallel import check, results, ring_attention
+from transformer_parallel import check, results
 
 DERIVED = {  # way: its program
     "each": "main", "zero1": "zero", "zero3": "zero", "tensor": "tensor_parallel", "gather": "ring_attention",
@@ -24,13 +23,6 @@ def test_torchs_own_are_beside_what_is_written_out(program):
         assert parsed("--ways", way, "--check") == [way]
     assert set(parsed()) == ways - {*module.TWINS.values()}
     assert set(parsed("--twin")) == set(parsed("--check")) == ways
-
-
-@pytest.mark.parametrize(("gpus", "device"), [(4, "auto"), (1, "cuda")])
-def test_torch_ring_alone_is_for_the_cpu(gpus, device, refused, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    refused(ring_attention.main, ["--ways", "torch_ring", "--device", device], ["--ways torch_ring", "--device cpu"])
 
 
 @pytest.mark.parametrize("way", DERIVED)
