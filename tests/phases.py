@@ -6,6 +6,7 @@ It writes a file PHASE.in when it has got there, and goes on as soon as there is
 file "exitR" ends with status 0. With --closed, standard input, output or errors are closed first, as by `>&-`.
 """
 
+import argparse
 import os
 import sys
 import time
@@ -24,14 +25,6 @@ def wait(name, rank=""):
             os._exit(0)
 
 
-def option(name, default):
-    """Take a flag of this program away from the others, and return its value."""
-    if name not in sys.argv:
-        return default
-    place = sys.argv.index(name)
-    return [sys.argv.pop(place) for _ in range(2)][1]
-
-
 def run_worker(rank, world_size, args):
     """Be a rank, in the phase "run"; one that prints, and has a result."""
     print(f"rank {rank}", flush=True)
@@ -40,12 +33,11 @@ def run_worker(rank, world_size, args):
     return {"sum": 1} if rank == 0 else None
 
 
-def main():
+def main(phase):
     """Be the launcher, or a rank of torchrun."""
     from common import cli
     from common.launcher import launch
 
-    phase = option("--phase", "run")
     parser = cli.Parser("phases", "", 2)
     parser.set_defaults(phase=phase)
     result = launch(run_worker, parser.parse_args(), lambda rank, _: f"role{rank}")
@@ -69,8 +61,12 @@ if __name__ == "__mp_main__" and os.environ.get("PHASE") == "connect":
 
     channel.join_store = wait_and_join
 if __name__ == "__main__":
-    for number in map(int, option("--closed", "")):  # as by `>&-`; Python then has None there
+    own = argparse.ArgumentParser(allow_abbrev=False)
+    own.add_argument("--phase", default="run")
+    own.add_argument("--closed", default="")
+    options, sys.argv[1:] = own.parse_known_args()
+    for number in map(int, options.closed):  # as by `>&-`; Python then has None there
         os.close(number)
         setattr(sys, ("stdin", "stdout", "stderr")[number], None)
-    os.environ["PHASE"] = sys.argv[sys.argv.index("--phase") + 1] if "--phase" in sys.argv else ""
-    main()
+    os.environ["PHASE"] = options.phase
+    main(options.phase)
