@@ -62,6 +62,9 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
         "main", "zero", "tensor_parallel", "ring_attention", "experts", "recompute", "pipeline")},
     "transformer_parallel/mesh.py": ((2, 2), "--steps 1 --ways data tensor data_tensor data_pipeline torch"),
 }
+FOR_EVER = {"rpc_rl.main": "--max_episodes 100000 --reward_threshold 499 --log_interval 1",
+            "p2p_collectives.train": "--epochs 100000 --global_batch_size 512"}
+ROLES = {"rpc_rl.main": ["agent", "observer1"], "p2p_collectives.train": ["rank0", "rank1"]}
 BY_RANK = ["batch_rl/main.py", "ddp_rpc_hybrid/main.py", "rpc_rnn/several_trainers.py", "model_parallel_resnet/main.py"]
 
 
@@ -142,13 +145,10 @@ def test_interrupted_on_one_machine(way, machines, port, tmp_path):
 
 @in_turns
 @pytest.mark.parametrize("way", ["torchrun", "manual"])
-@pytest.mark.parametrize(("path", "for_ever", "roles"), [
-    ("rpc_rl/main.py", "--max_episodes 100000 --reward_threshold 499 --log_interval 1", ["agent", "observer1"]),
-    ("p2p_collectives/train.py", "--epochs 100000", ["rank0", "rank1"]),
-])
-def test_cut_cable(path, for_ever, roles, way, machines, port, tmp_path):
+@pytest.mark.parametrize("lesson", FOR_EVER)
+def test_cut_cable(lesson, way, machines, port, tmp_path):
     """Both machines end, in time, and name the role that they cannot reach; so do the passive roles."""
-    commands = on_machines(machines, path, way, port, *for_ever.split(), "--timeout", TIMEOUT_S)
+    commands = on_machines(machines, f"{lesson.replace('.', '/')}.py", way, port, *FOR_EVER[lesson].split(), "--timeout", TIMEOUT_S)
     try:
         with running(commands[1], tmp_path) as there, running(commands[0], tmp_path, until="epi|epo") as here:
             machines.cut()
@@ -159,7 +159,7 @@ def test_cut_cable(path, for_ever, roles, way, machines, port, tmp_path):
             for run, (_, err), unreachable in zip((here, there), ended, (1, 0), strict=True):
                 assert run.returncode == 1
                 assert len(errors_of(err)) == 1, err
-                assert re.fullmatch(by_a_machine("cable cut", way, unreachable, roles), *errors_of(err)), err
+                assert re.fullmatch(by_a_machine("cable cut", way, unreachable, ROLES[lesson]), *errors_of(err)), err
             nothing_left(here, tmp_path, there)
     finally:
         machines.mend()
@@ -204,10 +204,7 @@ def test_a_long_cable(tmp_path):
 
 # --- bad cables
 
-FOR_EVER = {"rpc_rl.main": "--max_episodes 100000 --reward_threshold 499 --log_interval 1",
-            "p2p_collectives.train": "--epochs 100000 --global_batch_size 512"}
 SLOWED = {"rpc_rl.main": "rpc_rl.main:Agent.finish_episode", "p2p_collectives.train": "p2p_collectives.train:average_gradients"}
-ROLES = {"rpc_rl.main": ["agent", "observer1"], "p2p_collectives.train": ["rank0", "rank1"]}
 
 
 @pytest.fixture(scope="module")
