@@ -39,8 +39,8 @@ OURS = {  # the commands of this repository, without --seed and --output_dir
     "one_process": f"-m benchmarks.one_process {TRAIN}",
     "envpool": f"-m benchmarks.peers.with_envpool {TRAIN}",
 }
-PEERS = {  # name: (program and flags, without the seed, requirements)
-    "torchrl": ("with_torchrl.py --seed", "torchrl.txt"),
+PEERS = {  # name: (program, which takes the seed; requirements)
+    "torchrl": ("with_torchrl.py", "torchrl.txt"),
     "sample_factory": ("with_sample_factory.py", "sample_factory.txt"),
 }
 REQUIREMENTS = {"envpool": "envpool.txt", **{name: peer[1] for name, peer in PEERS.items()}}
@@ -58,11 +58,10 @@ def ours(python, command, seed, folder):
     return (seconds, row["env_steps"]) if row["solved"] else None
 
 
-def peers(python, command, seed, folder):
+def peers(python, program, seed, folder):
     """The same of a program beside this one, until it says so."""
-    program, *flags = command.split()
     started = time.time()
-    process = subprocess.Popen([python, HERE / program, *flags, str(seed)], cwd=folder, text=True,
+    process = subprocess.Popen([python, HERE / program, str(seed)], cwd=folder, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                start_new_session=True, env={**os.environ, "TMPDIR": folder})
     try:
