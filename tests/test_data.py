@@ -12,7 +12,6 @@ import torch
 from common import cli, data
 from common.data import fetch_data, load_data
 from common.launcher import launch
-from common.vision import import_torchvision
 
 HERE = Path(__file__).parent / "data"
 
@@ -100,18 +99,6 @@ def test_mnist_as_it_is(tmp_path):
         for one in (images[labels == 1, 0] > 1.254).int():
             height, width = (one.amax(dim=axis).sum().item() for axis in (1, 0))
             assert height > 1.3 * width
-
-
-def test_mnist_that_cannot_be_had(tmp_path, capsys, monkeypatch):
-    images = write_mnist(tmp_path, {"train": 30, "t10k": 10}) / "train-images-idx3-ubyte"
-    images.write_bytes(images.read_bytes()[:1000])
-    monkeypatch.setattr(import_torchvision().datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
-    with pytest.raises(SystemExit, match="^2$"):
-        fetch_data(SimpleNamespace(dataset="mnist", data_dir=tmp_path))
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1
-    assert str(tmp_path) in err
-    assert "--dataset digits" in err
 
 
 class SlowMNIST:

@@ -29,6 +29,7 @@ from rpc_rnn.data import load_language
 from rpc_rnn.saving import LocalRNNModel
 from tests.helpers import ROOT, run
 from tests.test_checks import CHECKS
+from tests.test_data import write_mnist
 
 # Every program, and what it calls when its input is good, other than `run_program`.
 PROGRAMS = {
@@ -526,8 +527,10 @@ def test_a_corpus_larger_than_the_memory(stubbed):
 
 @pytest.mark.parametrize("name", with_flag("--dataset"))
 def test_no_mnist(name, stubbed):
-    """No place for it, or an empty one, and nobody from whom it could be fetched."""
-    for folder in (LONG, "pipe", "/dev/null", "text/below", "folder"):
+    """No place for it, an empty one, or half a file there, and nobody from whom it could be fetched."""
+    images = write_mnist(Path("half"), {"train": 30, "t10k": 10}) / "train-images-idx3-ubyte"
+    images.write_bytes(images.read_bytes()[:1000])
+    for folder in (LONG, "pipe", "/dev/null", "text/below", "folder", "half"):
         line = refusal(name, ["--dataset", "mnist", "--data_dir", folder], stubbed)
         assert line.startswith(f"error: --data_dir {folder[:30]}")
         assert "--dataset digits" in line
@@ -656,7 +659,7 @@ def test_help_says_what_a_checkpoint_fixes(name, stubbed):
 ANOTHER_MODEL = {"model": torch.nn.Linear(3, 3).state_dict()}
 NOT_ITS_CHECKPOINT = [  # a program, what is changed in a checkpoint of its own, and what the line says
     *((name, change, "--checkpoint run.pt is not a whole checkpoint of ")
-      for name in CHECKPOINTS for change in ("truncated", "text", {"example": "another"})),
+      for name in CHECKPOINTS for change in ("truncated", "text", {"example": "another"}, {"settings": {"lr": torch.ones(2)}})),
     *((name, {"more": more}, "--checkpoint run.pt has numbers that are not finite")
       for name in CHECKPOINTS for more in ({"w": torch.tensor([0.5, float("nan")])}, [float("inf")])),
     *((name, ANOTHER_MODEL, "--checkpoint run.pt is of another model") for name in CHECKPOINTS if name != "rpc_rl.fast"),
