@@ -37,6 +37,7 @@ from common import report
 from common.cli import Parser, PlainParser, bounded
 from common.launcher import launch
 from common.launcher.start import PRELOAD
+from common.program import role_name
 from common.session import group_options
 
 from tests import helpers
@@ -371,7 +372,7 @@ def starts(place: Path) -> None:
     """Start two ranks that meet in a barrier, again and again, from this process."""
     args, held = Parser("soak", __doc__, 2).parse_args(["--output_dir", str(place)]), []
     for _ in range(STARTS):
-        launch(meet, args, lambda rank, world_size: f"rank{rank}")
+        launch(meet, args, role_name)
         gc.collect()
         processes = [os.getpid(), *helpers.descendants(os.getpid())]  # also the fork server
         held.append({

@@ -12,6 +12,7 @@ import torch
 from common import cli, data
 from common.data import fetch_data, load_data
 from common.launcher import launch
+from common.program import role_name
 
 HERE = Path(__file__).parent / "data"
 
@@ -132,7 +133,7 @@ def test_one_process_of_each_machine_fetches(tmp_path):
     folder = tmp_path / "data"
     flags = ["--dataset", "mnist", "--data_dir", str(folder), "--output_dir", str(tmp_path / "out")]
     args = parser.parse_args(flags)
-    launch(fetch_and_load, args, lambda rank, world_size: f"rank{rank}")
+    launch(fetch_and_load, args, role_name)
     for rank in range(2):
         assert (tmp_path / f"out/rank{rank}").read_text() == "[[10, 1, 28, 28], [10, 1, 28, 28]]"
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]

@@ -23,14 +23,11 @@ from common import cli, program
 from common.launcher import channel, environment, launch, start, watch
 from common.launcher.network import interface_towards, is_loopback
 from common.launcher.worker import exit_now, failure_of, stacks
+from common.program import role_name
 from common.session import backend_for, group_options, wait_all
 
 from tests.fault_table import OF_A_MACHINE
 from tests.helpers import SOON_S, run, script, torchrun
-
-
-def role_name(rank, world_size):
-    return f"worker{rank}"
 
 
 def parse(*flags, world_size=2):
@@ -85,7 +82,7 @@ def test_failure_is_told_once(capfd):
     with pytest.raises(SystemExit, match="^1$"):
         launch(fail_in_a_collective, parse(), role_name)
     err = capfd.readouterr().err
-    assert err.splitlines()[-1] == "error: rank 0 (worker0) raised KeyError; stopped 1 other process"
+    assert err.splitlines()[-1] == "error: rank 0 (rank0) raised KeyError; stopped 1 other process"
     assert err.count("Traceback (most recent call last):\n") == 1
 
 
@@ -105,7 +102,7 @@ def test_what_a_killed_rank_was_writing_is_removed(tmp_path, capfd):
     args.checkpoint = tmp_path / "elsewhere" / "run.pt"
     with pytest.raises(SystemExit, match="^1$"):
         launch(die_while_writing, args, role_name)
-    assert "rank 1 (worker1) was killed by SIGKILL" in capfd.readouterr().err
+    assert "rank 1 (rank1) was killed by SIGKILL" in capfd.readouterr().err
     assert list(tmp_path.rglob(".*.tmp")) == [others]
 
 
@@ -244,7 +241,7 @@ worker.BEAT_S = 0  # the thread that beats is always within the store, at Python
 def threads(rank, world_size, args):
     print("threads", torch.get_num_threads())
 if __name__ == "__main__":
-    launch(threads, cli.Parser("test", "", 1).parse_args(), lambda rank, world_size: "worker")
+    launch(threads, cli.Parser("test", "", 1).parse_args(), program.role_name)
 """
 
 
