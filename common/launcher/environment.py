@@ -17,13 +17,13 @@ from pathlib import Path
 
 import psutil
 import torch
-import torch.multiprocessing
 from common.launcher.network import interface_towards
 from torch.distributed import distributed_c10d, rpc
 
 # An environment variable: what script the fork server should import.
 MAIN_PATH = "DISTRIBUTED_TUTORIALS_MAIN"
 ERROR = 2  # of TORCH_CPP_LOG_LEVEL
+PR_SET_PDEATHSIG = 1  # of prctl.h
 
 
 def begin() -> None:
@@ -144,10 +144,11 @@ def _show_unless_known(show: Callable, message: object, *where, **options) -> No
 def wake_with_parent() -> None:
     """Let the system wake this process, if it is frozen, when its parent ends: it then ends, too.
 
-    On Linux. (If torch's private name goes, no worker starts. Without what it does, a frozen one
-    would stay when its launcher is killed; without the others, so would its fork server.)
+    On Linux. (Without the private names, a frozen fork server would stay when its launcher is
+    killed.)
     """
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGCONT)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     # The fork server gives this to each of its children, and ends only when nobody has it any more.
     if descriptor := getattr(forkserver._forkserver, "_forkserver_alive_fd", None):
         os.close(descriptor)
