@@ -157,9 +157,12 @@ def processes(condition):
     return found
 
 
-def in_folder(folder):
-    """The processes whose environment names `folder`, as their TMPDIR for one, or did when they were forked."""
-    return processes(lambda process: any(str(folder) in value for value in process.environ().values()))
+def all_end(condition):
+    """Wait until none lives for which the condition holds; see `processes`."""
+    deadline = time.monotonic() + SOON_S
+    while left := processes(condition):
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.05)
 
 
 def nothing_left(process, folder, *beside):
@@ -168,17 +171,12 @@ def nothing_left(process, folder, *beside):
     `beside`: further runs in that folder, which may end a moment later.
     """
     sessions = {run.pid for run in (process, *beside)}
-    deadline = time.monotonic() + SOON_S  # a fork server whose launcher was killed finishes its imports first
-    while alive := processes(lambda process: os.getsid(process.pid) in sessions):
-        assert time.monotonic() < deadline, f"still running: {alive}"
-        time.sleep(0.05)
+    all_end(lambda process: os.getsid(process.pid) in sessions)  # a fork server without its launcher imports to the end first
     theirs = ("torchinductor_", "torchelastic_")  # a cache of torch, and the logs of torchrun
     ours = [str(path) for path in (folder / "tmp").iterdir() if not path.name.startswith(theirs)]
     assert ours == [], ours
     assert [path for path in folder.rglob(".*.tmp")] == []
-    while alive := processes(lambda process: process.cwd() == str(folder)):  # beside a rank of torchrun, in its session
-        assert time.monotonic() < deadline, f"still running: {alive}"
-        time.sleep(0.05)
+    all_end(lambda process: process.cwd() == str(folder))  # beside a rank of torchrun, in its session
 
 
 def listening(pids):

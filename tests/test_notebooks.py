@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import nbclient
@@ -17,7 +16,7 @@ from traitlets.config import Config
 
 from benchmarks.docs import anchor_of
 from tests import warm
-from tests.helpers import ROOT, SOON_S, processes
+from tests.helpers import ROOT, all_end
 from tests.test_docs import module_of
 from tests.test_layout import FOLDERS
 
@@ -211,10 +210,7 @@ def runs_quietly(folder, capfd, limit_s=300, **form):
     assert f"{folder.parent}\n" in printed  # the repository at hand
     assert not re.search("warning|deprecated|traceback|error", printed, re.IGNORECASE)
     assert capfd.readouterr() == ("", "")  # the kernel's own
-    deadline = time.monotonic() + SOON_S
-    while left := processes(lambda process: Path(process.cwd()).is_relative_to(folder.parent)):
-        assert time.monotonic() < deadline, f"still running: {left}"
-        time.sleep(0.05)
+    all_end(lambda process: Path(process.cwd()).is_relative_to(folder.parent))
     assert [path for path in (folder.parent / "tmp").iterdir() if not path.name.startswith("torchinductor_")] == []
     return printed
 
