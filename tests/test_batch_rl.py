@@ -1,5 +1,6 @@
 """Tutorial 6_8, second half."""
 
+import functools
 import json
 import threading
 from argparse import Namespace
@@ -123,9 +124,9 @@ def test_compare(tmp_path):
     assert (folder / "batch_vs_single.png").exists()
 
 
-def train_plain(rank, world_size, args):
-    """The training of until_solved.py, with main.py's agent."""
-    return until_solved.run_worker(rank, world_size, args, batch_rl.Agent)
+# The training of until_solved.py, with other agents than its own.
+train_plain = functools.partial(until_solved.run_worker, agent_class=batch_rl.Agent)
+train_double_buffered = functools.partial(until_solved.run_worker, agent_class=double_buffering.DoubleBufferedAgent)
 
 
 def test_it_learns_and_one_seed_gives_one_training(tmp_path):
@@ -140,11 +141,6 @@ def test_it_learns_and_one_seed_gives_one_training(tmp_path):
     assert any(reward % 1 for reward in first["rewards"][:3])
     assert first["env_steps"] == first["episodes"] * 100 * 16
     assert (tmp_path / "learning_curve.png").exists()
-
-
-def train_double_buffered(rank, world_size, args):
-    """The training of until_solved.py, with double buffering."""
-    return until_solved.run_worker(rank, world_size, args, double_buffering.DoubleBufferedAgent)
 
 
 @pytest.mark.parametrize(("run_worker", "envs"), [(until_solved.run_worker, "vector"), (train_double_buffered, "sync")])
