@@ -136,8 +136,14 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
 
             return called
 
-        lesson.run_worker(rank, world_size, args)
-    return compare(rows, everyone, args) if rank == 0 else None
+        given = args.ranks_per_machine or int(os.environ["LOCAL_WORLD_SIZE"])
+        metrics = lesson.run_worker(rank, world_size, args)
+    if rank != 0:
+        return None
+    findings = compare(rows, everyone, args)
+    findings.holds("ranks of a machine", metrics["ranks_per_machine"] == given,
+                   f"{metrics['ranks_per_machine']}, and {given} by --ranks_per_machine")
+    return findings.as_dict()
 
 
 def runs() -> list[tuple[int, bool]]:
@@ -161,20 +167,21 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     return verdict(launch(record, args, program.role_name))
 
 
-def compare(rows: dict[tuple, list[dict]], everyone: list[list], args: Namespace) -> dict:
+def compare(rows: dict[tuple, list[dict]], everyone: list[list],
+            args: Namespace) -> Comparison:
     """Hold the rows of all runs, and what all ranks have recorded, against one process."""
     findings, n = Comparison(f"{args.world_size} processes"), args.world_size
 
     def kind_of(call):
         return call["per_machine"], call["collective"], call["way"]
 
-    oracle = {}
+    # Not those of the calls that were recorded: a round, or a size, could be missing there.
+    counts = [count for uneven in (False, True) for count in counts_of(args, uneven)
+              for _ in range(REPEATS + 1)]
+    oracle = {count: single_process(args, count) for count in {*counts}}
     for kind in dict.fromkeys(map(kind_of, everyone[0][0])):
         per_machine, collective, way = kind
         mine = [[call for call in calls if kind_of(call) == kind] for calls, _ in everyone]
-        counts = [call["bytes"] // 4 for call in mine[0]]
-        for count in {*counts} - {*oracle}:
-            oracle[count] = single_process(args, count)
         has = by_rank(mine, "has")
         expected = [{f"rank {rank}": oracle[count][collective][rank] for rank in range(n)}
                     for count in counts]
@@ -199,7 +206,7 @@ def compare(rows: dict[tuple, list[dict]], everyone: list[list], args: Namespace
             if collective == TIMED:
                 compare_times(findings, what, way, rows[per_machine, True], mine)
     hold_waiting(findings, everyone)
-    return findings.as_dict()
+    return findings
 
 
 def compare_times(findings: Comparison, what: str, way: str, rows: list[dict],

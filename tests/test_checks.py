@@ -100,7 +100,7 @@ CHECKS = {
     "p2p_collectives.init_methods": {"": 13, "--world_size 2 --method tcp": 5},
     "p2p_collectives.main": {"": 21, "--world_size 2": 21},
     "p2p_collectives.ring_allreduce": {f"--seed 7 --world_size {ranks}": 20 for ranks in (5, 1, 2)},
-    "p2p_collectives.shared_memory": {"": 49, "--seed 7 --world_size 1": 33, "--world_size 3 --sizes 12000": 41},
+    "p2p_collectives.shared_memory": {"": 50, "--seed 7 --world_size 1": 34, "--world_size 3 --sizes 12000 --ranks_per_machine 1": 42},
     "p2p_collectives.train": {
         "--seed 7 --world_size 3 --global_batch_size 120 --lr 0.05": 22,
         "--world_size 2 --global_batch_size 1438": 22,
@@ -128,9 +128,9 @@ CHECKS = {
         "--world_size 2 --batch_size 2 --seq_len 4 --blocks 1 --experts 2 --capacity_factor 0.1 --balance 0": 49,
     },
     "transformer_parallel.mesh": {
-        "--seed 7 --lr 0.01 --batch_size 4 --seq_len 4 --blocks 5 --micro_batches 1": 62,
-        f"{LETTERS} --world_size 6 --row 3 --batch_size 12 --seq_len 12 --blocks 7 --micro_batches 2": 62,
-        "--world_size 2 --row 1 --batch_size 2 --seq_len 4 --blocks 2 --micro_batches 1": 62,
+        "--seed 7 --lr 0.01 --batch_size 4 --seq_len 4 --blocks 5 --micro_batches 1": 64,
+        f"{LETTERS} --world_size 6 --row 3 --batch_size 12 --seq_len 12 --blocks 7 --micro_batches 2": 64,
+        "--world_size 2 --row 1 --batch_size 2 --seq_len 4 --blocks 2 --micro_batches 1": 64,
     },
     "transformer_parallel.recompute": {
         f"{LETTERS} --world_size 3 --batch_size 6 --blocks 3 --every 2": 54,
@@ -141,8 +141,8 @@ CHECKS = {
     },
     "transformer_parallel.tensor_parallel": {f"{LETTERS} --world_size 3 --batch_size 4": 34, "--world_size 2 --batch_size 1 --seq_len 2 --blocks 1": 34},
     "transformer_parallel.pipeline": {
-        f"{LETTERS} --world_size 3 --batch_size 6 --micro_batches 6 --blocks 7": 54,
-        "--world_size 2 --batch_size 2 --seq_len 4 --micro_batches 2 --blocks 4": 54,
+        f"{LETTERS} --world_size 3 --batch_size 6 --micro_batches 6 --blocks 7": 57,
+        "--world_size 2 --batch_size 2 --seq_len 4 --micro_batches 2 --blocks 4": 57,
     },
 }
 # As far as the flags go: one step, one image, one observer, no discount or no momentum, the largest seed, ranks among which
@@ -168,7 +168,7 @@ EXTREMES = {
     "p2p_collectives.deadlock": ("--kind one_fewer --world_size 5", 5),
     "p2p_collectives.init_methods": ("--world_size 1", 13),
     "p2p_collectives.main": ("--world_size 7", 21),
-    "p2p_collectives.shared_memory": ("--world_size 5 --sizes 20", 41),
+    "p2p_collectives.shared_memory": ("--world_size 5 --sizes 20", 42),
     "p2p_collectives.train_flat": (f"{LARGEST} --world_size 5 --global_batch_size 7 --lr 0.3", 22),
     "p2p_collectives.train_ddp": ("--world_size 7 --global_batch_size 7 --lr 0.001", 22),
     "param_server.async_server": (f"{LARGEST} --world_size 6 --batch_size 1437", 17),
@@ -199,7 +199,6 @@ NOT_COMPARED = {  # flag, or (program, flag): why no row has it
     "--demo": "all of them run",
     "--ways": "all of them run",
     "--steps": OWN,
-    "--ranks_per_machine": "all of them",
     "--file": "test_two_terminals",
     "--devices": "needs GPUs",
     ("ddp_rpc_hybrid.sharded_table_dtensor", "--sparse"): "refused",

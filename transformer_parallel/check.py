@@ -15,7 +15,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformer_parallel import experts, results, ring_attention
 from transformer_parallel import main as tutorial
 from transformer_parallel.model import Shape, Transformer
+from transformer_parallel.pipeline import Pipeline
 
 TOLERANCE, WHY = 1e-9, "float64 sums in another order"
 MIXED = ("bf16", "autocast")  # checked in float32: autocast leaves float64 as it is
@@ -71,6 +72,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     everyone = []
     with Recorder() as recorder:
         recorder.around(ring_attention, "start_hop")(watched_hop)
+        recorder.around(Pipeline, "send")(watched_send)
 
         @recorder.around(tutorial, "train")
         def train(original, rank, size, make_way, args):
@@ -114,7 +116,7 @@ def on_rank_0(steps: list[tuple[State, State]]) -> list[list[tuple[State, State]
 
 
 class Hop:
-    """Is a message of the ring, until somebody has waited for it."""
+    """Is a message of the ring, or of a pipeline, until somebody has waited for it."""
 
     on_its_way = []
 
@@ -133,6 +135,11 @@ def watched_hop(start_hop: Callable, *tensors: torch.Tensor) -> list[Hop]:
     return [Hop(request) for request in start_hop(*tensors)]
 
 
+def watched_send(send: Callable, *message: Any) -> Hop:
+    """Send to another stage; a message that nobody waits for is counted in `watch_costs`."""
+    return Hop(send(*message))
+
+
 def watch_costs(way: object) -> None:
     """Add to a way's figures what only shows while it runs.
 
@@ -142,6 +149,7 @@ def watch_costs(way: object) -> None:
     "order of gradients": the names, as backward has found them in the last step, for DDP.
     "hops behind attention": of the ring, in the last step, in which a rank computes meanwhile.
     "losses": how many were computed in the last step, one for each backward.
+    "never waited for": messages that were still on their way at the end of a step, at most.
     """
     most, counted, behind, losses, order, hops = {}, way.figures, [], [], [], []
 
@@ -197,7 +205,9 @@ def watch_costs(way: object) -> None:
     def noting_step(*batch, forward_backward=way.forward_backward):
         for of_last_step in (losses, order, hops):
             of_last_step.clear()
-        return forward_backward(*batch)
+        loss = forward_backward(*batch)
+        note("never waited for", len(Hop.on_its_way))
+        return loss
 
     way.loss, way.forward_backward = noting_loss, noting_step
     way.figures = lambda: {**counted(), **most, "losses": len(losses), "order of gradients": order,
@@ -814,7 +824,7 @@ def pipeline(stages: int, in_flight: Callable[[int, int, int], int] | None,
         batches = [2 * stages - (rank == 0) - (rank == n - 1) for rank in range(n)]
         p = [FLOAT64 * sum(map(sum, of_stages[rank::n])) for rank in range(n)]
         told = in_flight and {"in flight": [in_flight(rank, n, m) for rank in range(n)],
-                              "bubble": (n - 1) / (stages * m + n - 1)}
+                              "bubble": (n - 1) / (stages * m + n - 1), "never waited for": 0}
         return {"calls": [{"send": m * number} if number else {} for number in batches],
                 "bytes sent": [activations * number for number in batches],
                 "weights held": p, "gradients held": p,

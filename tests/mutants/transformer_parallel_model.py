@@ -63,6 +63,8 @@ MUTANTS = [
               "interleaved|error"),
     _pipeline("what is held is never let go", "self.held.pop((stage, micro))", "self.held[stage, micro]", "1f1b, in flight"),
     _pipeline("the first stage sends gradients, too", "        if stage > 0:\n", "        if stage >= 0:\n", "gpipe|error"),
+    _pipeline("nobody waits until gradients are sent", "        for request, _ in self.returning:\n            request.wait()\n", "",
+              "gpipe, never waited for"),
     _pipeline("the loss of one rank is that of all", "results.mean_of_ranks(loss * self.n)", "results.mean_of_ranks(loss)",
               "gpipe, losses"),
     _pipeline("torch's losses are added up", "torch.stack(losses).mean()", "torch.stack(losses).sum()", "torch_gpipe, losses"),
