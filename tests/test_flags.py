@@ -28,7 +28,7 @@ from rpc_rnn import data as rpc_rnn_data
 from rpc_rnn.data import load_language
 from rpc_rnn.saving import LocalRNNModel
 from tests.helpers import ROOT, run
-from tests.test_checks import CHECKS
+from tests.test_checks import CHECKS, PLACE
 from tests.test_data import write_mnist
 
 # Every program, and what it calls when its input is good, other than `run_program`.
@@ -386,7 +386,7 @@ REFUSED = [
     ("batch_rl.main", "--check --observers 2 5", "--observers 2 5 must be a single number with --check"),
     ("batch_rl.main", "--rank 1 --master_addr 127.0.0.1", "--rank 1 requires --world_size N"),
     ("batch_rl.double_buffering", "--envs_per_observer 3", "--envs_per_observer 3 must be even"),
-    ("batch_rl.until_solved", "--num_steps 400", "--num_steps 400 must be above --reward_threshold 475"),
+    ("batch_rl.until_solved", "--num_steps 475", "--num_steps 475 must be above --reward_threshold 475"),
     ("ddp_basic.skew", "--slow_rank 2", "--slow_rank 2 must be below --world_size 2"),
     ("ddp_basic.elastic", "--global_batch_size 1438", "at least 1 and at most 1437"),
     ("ddp_basic.elastic", "--global_batch_size 15", "--global_batch_size 15 must be a multiple of --world_size 2"),
@@ -460,6 +460,7 @@ REFUSED = [
     ("transformer_parallel.ring_attention", "--seq_len 60", "--seq_len 60 must be a multiple of 8: the pieces of a row"),
     ("transformer_parallel.tensor_parallel", "--world_size 5", "--world_size 5 must divide the model's 12 heads"),
     ("transformer_parallel.tensor_parallel", "--seq_len 63", "--seq_len 63 must be a multiple of 4 ranks"),
+    ("transformer_parallel.tensor_parallel", "--ways dtensor_sequence --seq_len 63", "--seq_len 63 must be a multiple of 4 ranks"),
 ]
 
 
@@ -499,6 +500,10 @@ def test_bad_input_one_process_under_torchrun(stubbed, torchrun):
     assert "not torchrun" in line
 
 
+# Each copy of this model takes 4 GB to train, and its batch little.
+COPIES = ["--world_size", "8", "--batch_size", "8", "--seq_len", "1", "--blocks", "1000"]
+
+
 @pytest.mark.parametrize(("name", "flags"), [
     ("batch_rl.main", ["--num_steps", LARGE]),
     ("model_parallel_resnet.main", ["--batch_size", LARGE]),
@@ -509,6 +514,7 @@ def test_bad_input_one_process_under_torchrun(stubbed, torchrun):
     ("ddp_rpc_hybrid.main", ["--num_embeddings", "100000000"]),
     ("ddp_rpc_hybrid.sharded_table", ["--num_embeddings", "100000000"]),
     ("ddp_basic.fsdp", ["--world_size", "32", "--width", "10000"]),
+    *((f"transformer_parallel.{name}", COPIES) for name in ("main", "zero", "experts", "mesh", "recompute", "ring_attention")),
 ])
 def test_more_than_the_memory(name, flags, stubbed):
     line = refusal(name, flags, stubbed)
@@ -550,6 +556,8 @@ def test_no_mnist(name, stubbed):
     ("rpc_rnn.main", ["--bptt", LARGE]),
     ("param_server.main", ["--batch_size", LARGE]),
     ("p2p_collectives.init_methods", ["--file", "a%b"]),
+    ("transformer_parallel.zero", ["--ways", "zero3", *COPIES]),  # all ranks together have the model once
+    ("transformer_parallel.pipeline", COPIES),
     ("p2p_collectives.train", ["--resume", "--checkpoint", "none.pt", "--rank", "1", "--master_addr", "10.0.0.7"]),
 ])
 def test_good_input_is_accepted(name, flags, stubbed):
@@ -627,13 +635,17 @@ def test_resume_in_a_folder_that_cannot_be_written(name, stubbed, monkeypatch):
         "read-only file system)\n")
 
 
+HOW_LONG_AND_WHERE = {"epochs", "max_episodes", "reward_threshold", "log_interval", "world_size", "corpus", "data_dir",
+                      "checkpoint", "resume"}
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_training_goes_on_with_its_flags(name, stubbed):
     """Any other one is refused, but for how long it goes on, and where."""
     argv = ["--seed", "3", "--lr", "0.01"]
-    settings = parser_of(name).parse_args([*argv, "--checkpoint", "other.pt"]).settings
-    assert {"seed", "lr"} <= settings.keys()
-    assert not settings.keys() & {"epochs", "max_episodes", "device", "world_size", "checkpoint", "resume"}
+    parser = parser_of(name)
+    settings = parser.parse_args([*argv, "--checkpoint", "other.pt"]).settings
+    assert settings.keys() == {action.dest for action in parser._actions} - PLACE - HOW_LONG_AND_WHERE
     flags = save_and_resume(name, "run.pt", {**CHECKPOINTS[name](), "settings": settings})
     assert outcome(name, [*flags, *argv, "--timeout", "9"], stubbed) == ("accepted", "")
     assert refusal(name, [*flags, *argv, "--seed", "4"], stubbed) == (
@@ -656,14 +668,21 @@ def test_help_says_what_a_checkpoint_fixes(name, stubbed):
         assert (outcome(name, [*flags, *more], stubbed)[0] == "accepted") == bool(said[1])
 
 
-ANOTHER_MODEL = {"model": torch.nn.Linear(3, 3).state_dict()}
+def one_row_more(state):
+    """A state of the same names, whose model is as if a flag of its sizes had been another one."""
+    weights = state.get("model") or state["policy"]
+    first = min(weights)
+    weights[first] = torch.cat([weights[first], weights[first][:1]])
+    return state
+
+
 NOT_ITS_CHECKPOINT = [  # a program, what is changed in a checkpoint of its own, and what the line says
     *((name, change, "--checkpoint run.pt is not a whole checkpoint of ")
       for name in CHECKPOINTS for change in ("truncated", "text", {"example": "another"}, {"settings": {"lr": torch.ones(2)}})),
     *((name, {"more": more}, "--checkpoint run.pt has numbers that are not finite")
       for name in CHECKPOINTS for more in ({"w": torch.tensor([0.5, float("nan")])}, [float("inf")])),
-    *((name, ANOTHER_MODEL, "--checkpoint run.pt is of another model") for name in CHECKPOINTS if name != "rpc_rl.fast"),
-    ("rpc_rl.fast", {"policy": ANOTHER_MODEL["model"]}, "--checkpoint run.pt is of another model"),
+    *((name, one_row_more, "--checkpoint run.pt is of another model") for name in CHECKPOINTS),
+    ("param_server.main", {"model": torch.nn.Linear(3, 3).state_dict()}, "--checkpoint run.pt is of another model"),
     ("rpc_rl.fast", {"generators": [torch.get_rng_state()] * 3}, "--world_size"),
     *((name, change, "--checkpoint run.pt is not a whole checkpoint of ") for name, change in (
         ("rpc_rl.fast", {"generators": {1: torch.get_rng_state(), 7: torch.get_rng_state()}}), ("rpc_rl.fast", {"generators": [torch.ones(2)] * 2}),
@@ -680,7 +699,9 @@ NOT_ITS_CHECKPOINT = [  # a program, what is changed in a checkpoint of its own,
 def test_not_its_checkpoint(name, change, says, stubbed):
     """Refused, also without --resume, which would write over it; and nothing happens to the file."""
     path = Path("run.pt")
-    flags = save_and_resume(name, str(path), {**CHECKPOINTS[name](), **(change if isinstance(change, dict) else {})})
+    state = CHECKPOINTS[name]()
+    state = change(state) if callable(change) else {**state, **(change if isinstance(change, dict) else {})}
+    flags = save_and_resume(name, str(path), state)
     if change == "truncated":
         path.write_bytes(path.read_bytes()[:-100])
     elif change == "text":

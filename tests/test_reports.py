@@ -475,13 +475,13 @@ def test_transformer(tmp_path, capfd):
         {"way": "ring", "losses": [4, 1.5], "calls": {}, "sent_mb": 0, "step_ms": 375, "waited_ms": 0,
          "held_mb": {"weights": 1, "state": 0}, "figures": {"dropped": 0}}]
     measured = {"each": each, "ring": ring}
-    metrics = transformer_results.finish({"backend": "gloo", "measured": measured}, args, torch.nn.Linear(3, 500))
+    metrics = transformer_results.finish({"backend": "gloo", "measured": measured}, args)
     assert metrics["rows"] == expected
     assert lines_of(capfd)[1:] == [
         "sent weights state dropped bubble a step waiting loss",
         "each 0.05 MB 4.00 MB 3.00 MB 1,234 0.5 250 ms 3 ms 2.0000 52 all_reduce, 2 send",
         "ring 0.00 MB 1.00 MB 0.00 MB 0 - 375 ms 0 ms 1.5000 nothing sent",
-        "", "2,000 parameters on 2 ranks: the last losses of each, ring differ by 5e-01"]
+        "", "278,640 parameters on 2 ranks: the last losses of each, ring differ by 5e-01"]
     assert [transformer_results.median_ms(seconds) for seconds in ([0.5], [9.0, 0.5])] == [500, 500]  # none between
 
 

@@ -344,9 +344,10 @@ def main(argv: list[str] | None = None) -> dict | None:
     for what, number in (("heads", shape.heads), ("characters", shape.vocabulary)):
         if number % args.world_size:
             refuse(f"--world_size {args.world_size} must divide the model's {number} {what}")
-    if "sequence" in args.ways and args.seq_len % args.world_size:
+    by_tokens = [way for way in args.ways if way in ("sequence", "dtensor_sequence")]
+    if by_tokens and args.seq_len % args.world_size:
         refuse(f"--seq_len {args.seq_len} must be a multiple of {args.world_size} ranks: in "
-               "--ways sequence each has as many characters")
+               f"--ways {by_tokens[0]} each has as many characters")
     return run_program(run_worker, args, role_name, results.finish)
 
 

@@ -31,6 +31,8 @@ MUTANTS = [
     said("milliseconds of a barrier are called us", SHARED, "1e6 * metrics['barrier_s']", "1e3 * metrics['barrier_s']",
          "test_shared_memory"),
     # One rank for all of them.
+    said("the parameters of as many blocks as by default", TRANSFORMER, "Transformer(Shape(blocks=args.blocks))", "Transformer(Shape())",
+         "test_transformer"),
     said("what rank 0 sends", TRANSFORMER, 'max(ranks, key=lambda rank: sum(rank["sent"].values()))', "ranks[0]",
          "test_transformer"),
     said("what rank 0 holds", FSDP, "max(held)", "held[0]", "test_fsdp"),
