@@ -126,6 +126,7 @@ CHECKS = {
     "transformer_parallel.experts": {
         f"{LETTERS} --world_size 3 --batch_size 6 --blocks 3 --experts 6 --capacity_factor 0.8 --balance 0.1": 49,
         "--world_size 2 --batch_size 2 --seq_len 4 --blocks 1 --experts 2 --capacity_factor 0.1 --balance 0": 49,
+        "--world_size 2 --batch_size 2 --seq_len 4 --blocks 1 --experts 2 --capacity_factor 3": 49,  # places for more than there are
     },
     "transformer_parallel.mesh": {
         "--seed 7 --lr 0.01 --batch_size 4 --seq_len 4 --blocks 5 --micro_batches 1": 64,

@@ -3,9 +3,11 @@
 import importlib
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.helpers import ROOT
-from transformer_parallel import check, results
+from transformer_parallel import check, results, tensor_parallel
 
 DERIVED = {  # way: its program
     "each": "main", "zero1": "zero", "zero3": "zero", "tensor": "tensor_parallel", "gather": "ring_attention",
@@ -23,6 +25,18 @@ def test_torchs_own_are_beside_what_is_written_out(program):
         assert parsed("--ways", way, "--check") == [way]
     assert set(parsed()) == ways - {*module.TWINS.values()}
     assert set(parsed("--twin")) == set(parsed("--check")) == ways
+
+
+def test_the_loss_of_large_logits(tmp_path):
+    """Their exponentials overflow. This process is a world of its own."""
+    torch.manual_seed(0)
+    logits, targets = 1000 * torch.randn(2, 3, 8), torch.randint(8, (2, 3))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        loss = tensor_parallel.vocabulary_loss(logits, targets, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
 @pytest.mark.parametrize("way", DERIVED)

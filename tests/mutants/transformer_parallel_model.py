@@ -33,6 +33,8 @@ MUTANTS = [
             "logits.gather(-1, rows[..., None])[..., 0]", "tensor, gradients"),
     _tensor("each rank takes its own largest logit", "all_reduced(logits.detach().amax(dim=-1), group, dist.ReduceOp.MAX)",
             "logits.detach().amax(dim=-1)", "tensor, (gradients|calls)"),
+    Mutant("exponentials of large logits overflow", TENSOR, "logits = logits - largest[..., None]", "logits = logits",
+           test="tests/test_transformer_parallel.py::test_the_loss_of_large_logits"),
     _tensor("the sum of all logits is this rank's", "total = Sum.apply(logits.exp().sum(dim=-1), group)",
             "total = logits.exp().sum(dim=-1)", "tensor, (gradients|calls)"),
     _tensor("a padded character counts in the loss", "total = Sum.apply(logits.exp().sum(dim=-1), group)",
