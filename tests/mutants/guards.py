@@ -53,6 +53,8 @@ MUTANTS = [
              f"{FLAGS}::test_not_its_checkpoint"),
     Mutant("weights of other sizes", CHECKPOINT, 'getattr(tensor, "shape", None)', 'getattr(tensor, "ndim", None)',
            test=f"{FLAGS}::test_not_its_checkpoint"),
+    Mutant("a part of a folder whose end is missing", "ddp_basic/fsdp_checkpoint.py", "< part.offset + part.length", "< part.offset",
+           test="tests/test_fsdp.py::test_not_this_trainings_checkpoint[truncated]"),
     accepted("weights that are no numbers", CHECKPOINT, "not _finite(state)", f"{FLAGS}::test_not_its_checkpoint"),
     Mutant("a checkpoint of another example", CHECKPOINT, 'state["example"] != args.example', "False",
            test=f"{FLAGS}::test_not_its_checkpoint"),
