@@ -135,8 +135,8 @@ def page(rows):
     lines += [f"| {' | '.join(str(row[column]) for column in columns)} |" for row in rows]
     failures = [f"- {row['torch']}, Python {row['python']}: {what}"
                 for row in rows for what in row["failed"]]
-    lines += ["", f"Tried on {platform.system()} with {len(CHECKS)} programs; last on "
-              f"{time.strftime('%Y-%m-%d')}.", ""]
+    lines += ["", f"Tried on {platform.system()}, each row with the programs and tests of its day; "
+              f"last on {time.strftime('%Y-%m-%d')}.", ""]
     return "\n".join(lines + ["## What failed", "", *(failures or ["Nothing."]), ""])
 
 
