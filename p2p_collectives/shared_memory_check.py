@@ -175,7 +175,7 @@ def compare(rows: dict[tuple, list[dict]], everyone: list[list],
     def kind_of(call):
         return call["per_machine"], call["collective"], call["way"]
 
-    # Not those of the calls that were recorded: a round, or a size, could be missing there.
+    # By the flags, not by the recorded calls: there a round, or a size, could be missing.
     counts = [count for uneven in (False, True) for count in counts_of(args, uneven)
               for _ in range(REPEATS + 1)]
     oracle = {count: single_process(args, count) for count in {*counts}}

@@ -144,8 +144,8 @@ def _show_unless_known(show: Callable, message: object, *where, **options) -> No
 def wake_with_parent() -> None:
     """Let the system wake this process, if it is frozen, when its parent ends: it then ends, too.
 
-    On Linux. (Without the private names, a frozen fork server would stay when its launcher is
-    killed.)
+    On Linux. (Without multiprocessing's private names below, a frozen fork server would stay
+    when its launcher is killed.)
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
