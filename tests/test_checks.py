@@ -129,7 +129,8 @@ CHECKS = {
         "--world_size 2 --batch_size 2 --seq_len 4 --blocks 1 --experts 2 --capacity_factor 3": 49,  # places for more than there are
     },
     "transformer_parallel.mesh": {
-        "--seed 7 --lr 0.01 --batch_size 4 --seq_len 4 --blocks 5 --micro_batches 1": 64,
+        "--seed 7 --lr 0.01 --batch_size 4 --seq_len 4 --blocks 3 --micro_batches 1 --ways data_tensor data_pipeline moved": 28,
+        "--world_size 4 --batch_size 4 --seq_len 4 --blocks 5 --micro_batches 1": 64,  # all ways, the last of which take long
         f"{LETTERS} --world_size 6 --row 3 --batch_size 12 --seq_len 12 --blocks 7 --micro_batches 2": 64,
         "--world_size 2 --row 1 --batch_size 2 --seq_len 4 --blocks 2 --micro_batches 1": 64,
     },

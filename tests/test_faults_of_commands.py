@@ -91,7 +91,7 @@ def wait_for_worker(run, rank, way):
 @pytest.mark.parametrize("fault", ["SIGINT", "SIGTERM ten times", "SIGTERM and a frozen rank", "SIGKILL"])
 def test_fault_of_a_real_launcher(fault, tmp_path):
     """Ctrl-C goes to all processes of a terminal; `timeout` repeats SIGTERM; a killed one cannot clean up."""
-    with running(script("rpc_rl/main.py"), tmp_path, until="episode 10 ") as run:
+    with running(script("rpc_rl/main.py", "--log_interval", 2), tmp_path, until="episode 2 ") as run:
         if "frozen" in fault:
             os.kill(workers(run)[2], signal.SIGSTOP)
         for pause in range(10 if "ten" in fault else 1):  # until it is gone; also on its way out

@@ -96,7 +96,7 @@ def side_by_side(tmp_path_factory):
     """The README's command twice, at the same time: one on a terminal, one trains, in large steps, until it balances for 30."""
     folder = tmp_path_factory.mktemp("side_by_side")
     command = script(*commands_in("README.md")[0][1:])
-    short = [*command, "--max_episodes", "20", "--log_interval", "1", "--output_dir", "terminal"]
+    short = [*command, "--max_episodes", "5", "--log_interval", "1", "--output_dir", "terminal"]
     longer = [*command, "--lr", "0.03", "--reward_threshold", "30", "--max_episodes", "150", "--output_dir", "out"]
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
@@ -125,10 +125,10 @@ def test_two_runs_at_once(side_by_side):
     assert side_by_side.addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}  # but only on loopback
 
     shown = side_by_side.shown
-    assert b"20/20" in shown
+    assert b"5/5" in shown
     assert b"running reward" in shown
     assert b"[agent]" not in shown  # the bar instead of the lines
-    assert b"not solved in 20 episodes" in shown.splitlines()[-2]
+    assert b"not solved in 5 episodes" in shown.splitlines()[-2]
 
 
 def test_it_learns_and_what_it_leaves(side_by_side):

@@ -9,6 +9,7 @@ What a fork does not show, such as how a fresh interpreter starts, tests with `c
 `subprocess.Popen` itself (tests/helpers.py).
 """
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -174,7 +175,28 @@ def become(argv, environ, namespace, folder, session):
             assert ctypes.CDLL(None).setns(there.fileno(), CLONE_NEWNET) == 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
-    run_as_main(argv, environ)
+    with leaving():
+        run_as_main(argv, environ)
+
+
+@contextlib.contextmanager
+def leaving():
+    """Let a program that comes to its end leave at once, with its status, see `_leave`."""
+    global _status
+    try:
+        yield
+        _status = 0
+    except SystemExit as end:
+        _status = end.code if isinstance(end.code, int) else None if end.code else 0
+        raise
+
+
+def _leave():
+    """The last function of `atexit`: Python would now take apart what was forked, and so copy it first."""
+    if _status is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status)
 
 
 def run_as_main(argv, environ):
@@ -274,7 +296,8 @@ def be_fork_server(code, environ):
     _be_called("forkserver")
     tempfile.tempdir = None
     sys.orig_argv = [sys.executable, "-c", code]
-    exec(code, {})
+    with leaving():
+        exec(code, {})
 
 
 def _rank_of_torchrun(waiting, args, env, stdout, stderr, start_new_session):
@@ -288,7 +311,10 @@ def _rank_of_torchrun(waiting, args, env, stdout, stderr, start_new_session):
     return process
 
 
+_status = None  # with which this process leaves
+
 if __name__ == "__main__":
+    atexit.register(_leave)  # the first one is called last
     # As in a CPU build: what is frozen below is not taken apart, and triton would print that as leaks.
     sys.modules["triton"] = None
     for module in PRELOAD:
