@@ -820,10 +820,12 @@ for path in sys.argv[1:]:
 
 def test_windows_is_refused_in_words(tmp_path):
     paths = [str(ROOT / f"{name.replace('.', '/')}.py") for name in PROGRAMS]
-    result = run([sys.executable, "-c", WINDOWS, *paths], tmp_path, cold=True)
+    (tmp_path / "windows.py").write_text(WINDOWS)
+    (here := tmp_path / "here").mkdir()
+    result = run([sys.executable, str(tmp_path / "windows.py"), *paths], here)
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert len(lines) == len(paths)
     for line, path in zip(lines, paths, strict=True):
         assert line.startswith(f"{path} 2 error: torch has no RPC on Windows; use WSL")
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import json
+import os
 import re
 
 import pytest
@@ -154,3 +155,8 @@ def test_every_cell_has_its_row():
             else:
                 named = {name for row in found for name in row.get("names", {})}
                 assert set(cell["defines"]) <= named, (notebook["chapter"], cell)
+
+
+def test_groups_are_kept(request):
+    """With some versions, pytest-xdist forgets them and says nothing: what must run in turns (tests/conftest.py) would not."""
+    assert "PYTEST_XDIST_WORKER" not in os.environ or request.node.nodeid.endswith("@test_layout.py")

@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from multiprocessing import util
 from pathlib import Path
 
 PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch.distributed.run", "torch._dynamo",
@@ -223,6 +222,8 @@ def run_as_main(argv, environ):
         waiting = [Waiting() for _ in range(attempts * int(given["--nproc_per_node"]))]
         subprocess_handler.Popen = functools.partial(_rank_of_torchrun, waiting)
     elif "RANK" not in environ:
+        from multiprocessing import util  # registers a function, see `_leave`
+
         util.spawnv_passfds = functools.partial(_fork_server, Waiting(), util.spawnv_passfds)
     if argv[0] == "-m":
         sys.argv = argv[1:]
@@ -314,7 +315,7 @@ def _rank_of_torchrun(waiting, args, env, stdout, stderr, start_new_session):
 _status = None  # with which this process leaves
 
 if __name__ == "__main__":
-    atexit.register(_leave)  # the first one is called last
+    atexit.register(_leave)  # before what is imported registers its own: the first one is called last
     # As in a CPU build: what is frozen below is not taken apart, and triton would print that as leaks.
     sys.modules["triton"] = None
     for module in PRELOAD:
