@@ -297,8 +297,7 @@ def be_fork_server(code, environ):
     _be_called("forkserver")
     tempfile.tempdir = None
     sys.orig_argv = [sys.executable, "-c", code]
-    with leaving():
-        exec(code, {})
+    exec(code, {})
 
 
 def _rank_of_torchrun(waiting, args, env, stdout, stderr, start_new_session):
@@ -316,6 +315,7 @@ _status = None  # with which this process leaves
 
 if __name__ == "__main__":
     atexit.register(_leave)  # before what is imported registers its own: the first one is called last
+    gc.disable()  # nothing of what comes is garbage
     # As in a CPU build: what is frozen below is not taken apart, and triton would print that as leaks.
     sys.modules["triton"] = None
     for module in PRELOAD:
@@ -323,6 +323,6 @@ if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     runpy.run_path(Path(__file__).parent.parent / "common/vision.py")["import_torchvision"]()
-    gc.collect()
     gc.freeze()
+    gc.enable()
     become(**serve(sys.argv[1], int(sys.argv[2])))
