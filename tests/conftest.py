@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,13 +112,6 @@ def pytest_configure(config):
         warm.owner = os.getppid()
 
 
-def pytest_collection():
-    """Prepare who runs tests; the process that only hands them out to workers need not wait for torch."""
-    from common.launcher import start  # imports torch
-
-    start.PRELOAD.insert(0, "tests.preload")
-
-
 def pytest_ignore_collect(collection_path, config):
     """Keep `make quick` from the seconds of importing what it does not run."""
     return True if config.option.markexpr == "quick" and collection_path.suffix and collection_path.name not in QUICK else None
@@ -148,9 +142,13 @@ def pytest_collection_modifyitems(items):
         LONG.index(item.path.name) if item.path.name in LONG else len(LONG)))
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Fork what will fork the ranks of the programs that tests run in their own process: it need not import anything."""
     gc.freeze()
     gc.enable()
+    if sys.platform == "linux" and not session.config.option.numprocesses:  # which says that workers run the tests
+        warm.fork_the_fork_server()
 
 
 @pytest.fixture

@@ -206,12 +206,7 @@ def run_as_main(argv, environ):
     sys.orig_argv = [sys.executable, *argv]
     unbuffered = argv[0] == "-u"
     argv = argv[unbuffered:]
-    sys.stdin = os.fdopen(0)
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        by_line = 1 if unbuffered or name == "stderr" else -1
-        stream = os.fdopen(descriptor, "w", by_line, encoding="utf-8", closefd=False)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+    _open_streams(unbuffered)
     home = str(Path(__file__).parent)
     paths = [path for path in sys.path if path != home]
     sys.path[:] = [*filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *paths]
@@ -222,9 +217,7 @@ def run_as_main(argv, environ):
         waiting = [Waiting() for _ in range(attempts * int(given["--nproc_per_node"]))]
         subprocess_handler.Popen = functools.partial(_rank_of_torchrun, waiting)
     elif "RANK" not in environ:
-        from multiprocessing import util  # registers a function, see `_leave`
-
-        util.spawnv_passfds = functools.partial(_fork_server, Waiting(), util.spawnv_passfds)
+        fork_the_fork_server()
     if argv[0] == "-m":
         sys.argv = argv[1:]
         sys.path.insert(0, os.getcwd())
@@ -233,6 +226,23 @@ def run_as_main(argv, environ):
         sys.argv = argv
         sys.path.insert(0, str(Path(argv[0]).resolve().parent))
         runpy.run_path(os.path.abspath(argv[0]), run_name="__main__")
+
+
+def _open_streams(unbuffered=False):
+    """Have those of a fresh Python, whatever stood for them before the fork."""
+    sys.stdin = os.fdopen(0)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        by_line = 1 if unbuffered or name == "stderr" else -1
+        stream = os.fdopen(descriptor, "w", by_line, encoding="utf-8", closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def fork_the_fork_server():
+    """Let multiprocessing's fork server be a fork of this process as it is now, with all that it has imported."""
+    from multiprocessing import util  # registers a function, see `_leave`
+
+    util.spawnv_passfds = functools.partial(_fork_server, Waiting(), util.spawnv_passfds)
 
 
 class Waiting:
@@ -258,6 +268,7 @@ class Waiting:
     def wait(self, theirs):
         """In the child."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _keep_only(0, 1, 2, theirs.fileno())
         message, received, _, _ = socket.recv_fds(theirs, 2**20, 10)
         if not message:
             os._exit(0)
@@ -297,7 +308,11 @@ def be_fork_server(code, environ):
     _be_called("forkserver")
     tempfile.tempdir = None
     sys.orig_argv = [sys.executable, "-c", code]
-    exec(code, {})
+    _open_streams()
+    try:
+        exec(code, {})
+    finally:
+        atexit._run_exitfuncs()  # the last of which exits: the rest of this stack is that of who was forked
 
 
 def _rank_of_torchrun(waiting, args, env, stdout, stderr, start_new_session):
