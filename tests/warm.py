@@ -5,7 +5,7 @@ server or in each rank of torchrun. `Popen` here is subprocess's, except that th
 which has imported what the lessons need from elsewhere, and nothing of this repository. The program is executed as
 `python script.py` would: as `__main__`, with its own arguments, environment, working folder and session.
 
-What a fork does not show, such as how a fresh interpreter starts, tests with `cold=True` show, which start theirs with
+What a fork does not show, such as how a fresh interpreter starts and is taken apart, tests with `cold=True` show, which start theirs with
 `subprocess.Popen` itself (tests/helpers.py).
 """
 
@@ -178,9 +178,12 @@ def become(argv, environ, namespace, folder, session):
         run_as_main(argv, environ)
 
 
+_status = None  # with which this process leaves
+
+
 @contextlib.contextmanager
 def leaving():
-    """Let a program that comes to its end leave at once, with its status, see `_leave`."""
+    """Let a program that comes to its end leave at once (see `_leave`); but not one that an exception ends."""
     global _status
     try:
         yield
@@ -191,7 +194,7 @@ def leaving():
 
 
 def _leave():
-    """The last function of `atexit`: Python would now take apart what was forked, and so copy it first."""
+    """Called as the last function of `atexit`: Python would now take apart what was forked, and so copy it first."""
     if _status is not None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -325,8 +328,6 @@ def _rank_of_torchrun(waiting, args, env, stdout, stderr, start_new_session):
     process.pid = waiting.pop(0).wake("run_as_main", [], args[1:], env, session=start_new_session)
     return process
 
-
-_status = None  # with which this process leaves
 
 if __name__ == "__main__":
     atexit.register(_leave)  # before what is imported registers its own: the first one is called last
