@@ -145,7 +145,6 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
     """Fork what will fork the ranks of the programs that tests run in their own process: it need not import anything."""
-    gc.freeze()
     gc.enable()
     if sys.platform == "linux" and not session.config.option.numprocesses:  # which says that workers run the tests
         warm.fork_the_fork_server()

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 
 PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch.distributed.run", "torch._dynamo",
@@ -245,6 +246,8 @@ def fork_the_fork_server():
     """Let multiprocessing's fork server be a fork of this process as it is now, with all that it has imported."""
     from multiprocessing import util  # registers a function, see `_leave`
 
+    # As in common/launcher/fork_server.py: of pytest-xdist's worker, the other thread waits for what to run next.
+    warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork", category=DeprecationWarning)
     util.spawnv_passfds = functools.partial(_fork_server, Waiting(), util.spawnv_passfds)
 
 
