@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,8 @@ def pytest_collection_modifyitems(items):
 def pytest_runtestloop(session):
     """Fork what will fork the ranks of the programs that tests run in their own process: it need not import anything."""
     gc.enable()
+    # As in common/launcher/fork_server.py: the other thread, pytest-xdist's, waits for what to run next.
+    warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork", category=DeprecationWarning)
     if sys.platform == "linux" and not session.config.option.numprocesses:  # which says that workers run the tests
         warm.fork_the_fork_server()
 

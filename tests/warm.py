@@ -5,8 +5,8 @@ server or in each rank of torchrun. `Popen` here is subprocess's, except that th
 which has imported what the lessons need from elsewhere, and nothing of this repository. The program is executed as
 `python script.py` would: as `__main__`, with its own arguments, environment, working folder and session.
 
-What a fork does not show, such as how a fresh interpreter starts and is taken apart, tests with `cold=True` show, which start theirs with
-`subprocess.Popen` itself (tests/helpers.py).
+What a fork does not show, such as how a fresh interpreter starts and is taken apart, tests with `cold=True` show, which
+start theirs with `subprocess.Popen` itself (tests/helpers.py).
 """
 
 import atexit
@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import warnings
 from pathlib import Path
 
 PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch.distributed.run", "torch._dynamo",
@@ -166,8 +165,12 @@ def _keep_only(*kept):
                 os.dup2(nothing, descriptor, inheritable=False)
 
 
+_status = None  # with which this process leaves
+
+
 def become(argv, environ, namespace, folder, session):
-    """Be `python *argv`, as far as one can see."""
+    """Be `python *argv`, as far as one can see; at its end leave at once (see `_leave`), if no exception ends it."""
+    global _status
     if session:
         os.setsid()
     if namespace:
@@ -175,19 +178,8 @@ def become(argv, environ, namespace, folder, session):
             assert ctypes.CDLL(None).setns(there.fileno(), CLONE_NEWNET) == 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
-    with leaving():
-        run_as_main(argv, environ)
-
-
-_status = None  # with which this process leaves
-
-
-@contextlib.contextmanager
-def leaving():
-    """Let a program that comes to its end leave at once (see `_leave`); but not one that an exception ends."""
-    global _status
     try:
-        yield
+        run_as_main(argv, environ)
         _status = 0
     except SystemExit as end:
         _status = end.code if isinstance(end.code, int) else None if end.code else 0
@@ -246,8 +238,6 @@ def fork_the_fork_server():
     """Let multiprocessing's fork server be a fork of this process as it is now, with all that it has imported."""
     from multiprocessing import util  # registers a function, see `_leave`
 
-    # As in common/launcher/fork_server.py: of pytest-xdist's worker, the other thread waits for what to run next.
-    warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork", category=DeprecationWarning)
     util.spawnv_passfds = functools.partial(_fork_server, Waiting(), util.spawnv_passfds)
 
 
