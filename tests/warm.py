@@ -17,6 +17,7 @@ import functools
 import gc
 import json
 import os
+import re
 import runpy
 import selectors
 import signal
@@ -25,10 +26,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 PRELOAD = ["torch", "torch.distributed.rpc", "torch.distributed.optim", "torch.distributed.run", "torch._dynamo",
-           "torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining", "gymnasium", "matplotlib.figure", "matplotlib.backends.backend_agg"]
+           "torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining", "gymnasium", "joblib", "psutil", "matplotlib.figure", "matplotlib.backends.backend_agg"]
 # Several runs share the cores, and a process that polls its shared memory would take the time of all others.
 # What is started cold (tests/helpers.py) sends as it does for a user.
 os.environ.setdefault("RPC_TRANSPORTS", "uv")
@@ -36,6 +38,7 @@ os.environ.setdefault("RPC_TRANSPORTS", "uv")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 CLONE_NEWNET = 0x40000000  # of sched.h
 PR_SET_NAME = 15  # of prctl.h
+MADV_COLLAPSE = 25  # of mman.h
 
 
 class Popen(subprocess.Popen):
@@ -322,6 +325,13 @@ def _rank_of_torchrun(waiting, args, env, stdout, stderr, start_new_session):
     return process
 
 
+def _in_huge_pages():
+    """Have as few pages as possible, where the kernel can (Linux 6.1): a fork copies the list of them, and an end undoes it."""
+    with open("/proc/self/maps") as maps:
+        for start, end in re.findall(r"^(\w+)-(\w+) rw-p 0+ 00:00 0", maps.read(), re.MULTILINE):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(int(start, 16)), ctypes.c_size_t(int(end, 16) - int(start, 16)), MADV_COLLAPSE)
+
+
 if __name__ == "__main__":
     atexit.register(_leave)  # before what is imported registers its own: the first one is called last
     gc.disable()  # nothing of what comes is garbage
@@ -330,8 +340,14 @@ if __name__ == "__main__":
     for module in PRELOAD:
         __import__(module)
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     runpy.run_path(Path(__file__).parent.parent / "common/vision.py")["import_torchvision"]()
+    # To name its events, torchrun asks where it is, again and again, and inspect looks through thousands of modules.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+    for finalizer in list(weakref.finalize._registry):  # torch.library's, one for each operator
+        finalizer.atexit = False
     gc.freeze()
     gc.enable()
+    _in_huge_pages()
     become(**serve(sys.argv[1], int(sys.argv[2])))
