@@ -146,11 +146,17 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
     """Fork what will fork the ranks of the programs that tests run in their own process: it need not import anything."""
+    gc.freeze()  # nor does anybody look at it later, here or in what is forked
     gc.enable()
     # As in common/launcher/fork_server.py: the other thread, pytest-xdist's, waits for what to run next.
     warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork", category=DeprecationWarning)
     if sys.platform == "linux" and not session.config.option.numprocesses:  # which says that workers run the tests
         warm.fork_the_fork_server()
+
+
+def pytest_unconfigure():
+    """Take apart all at the end: what is frozen then, triton prints as leaked."""
+    gc.unfreeze()
 
 
 @pytest.fixture
