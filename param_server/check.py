@@ -27,6 +27,7 @@ import torch
 from common import checkpoint
 from common.data import load_data
 from common.launcher import launch
+from common.launcher.environment import users_threads
 from common.oracle import Comparison, verdict
 from common.recorder import Recorder, copies, current_context, named_weights
 from torch import nn
@@ -214,7 +215,7 @@ def record(program: str, rank: int, world_size: int, args: Namespace) -> dict | 
         importlib.import_module(program).run_worker(rank, world_size, args)
     if rank != 0:
         return None
-    torch.set_num_threads(joblib.cpu_count())  # the others have ended
+    torch.set_num_threads(users_threads() or joblib.cpu_count())  # the others have ended
     return compare(recording, args)
 
 

@@ -1,11 +1,13 @@
 """Fixtures that the tests of several folders share."""
 
+import atexit
 import gc
 import os
 import re
 import shutil
 import signal
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -60,7 +62,7 @@ SOME = {
     "test_second_failure": r"(rpc_rl|p2p_collectives)",
     "test_slow_role": r"batch_rl",
     "test_arrows": r"400",
-    "test_spawn": r"rpc_rnn\.main",
+    "test_spawn": NEVER,
     "test_standstill": r".*rpc_rl",
     "test_no_standstill": r"ddp_rpc_hybrid",
     "test_fault_beside_the_ranks": r"(local|manual|torchrun)-run",
@@ -108,9 +110,26 @@ SOME = {
 }
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    """Have the workers forked, too: they need not import torch."""
+    if sys.platform == "linux":
+        python = Path(tempfile.mkdtemp(prefix="warm-")) / "python"
+        atexit.register(shutil.rmtree, python.parent)
+        python.write_text(warm.as_python())
+        python.chmod(0o755)
+        for spec in specs:
+            spec.python = str(python)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["owner"] = os.getpid()
+
+
 def pytest_configure(config):
     if hasattr(config, "workerinput"):  # all workers share one server
-        warm.owner = os.getppid()
+        warm.owner = config.workerinput["owner"]
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -151,7 +170,7 @@ def pytest_runtestloop(session):
     # As in common/launcher/fork_server.py: the other thread, pytest-xdist's, waits for what to run next.
     warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork", category=DeprecationWarning)
     if sys.platform == "linux" and not session.config.option.numprocesses:  # which says that workers run the tests
-        warm.fork_the_fork_server()
+        warm.fork_the_fork_server(times=2)  # one test ends it
 
 
 def pytest_unconfigure():

@@ -77,7 +77,7 @@ if sys.platform != "linux":  # the server needs /proc, sockets of messages and n
     Popen = subprocess.Popen
 
 
-owner = os.getpid()  # the process with which the server ends; all workers of pytest-xdist have the same (tests/conftest.py)
+owner = os.getpid()  # the process with which the server ends; all workers of pytest-xdist have their controller (tests/conftest.py)
 _starting = threading.Lock()
 
 
@@ -104,9 +104,11 @@ def _started():
 
 def as_python():
     """The text of an executable that is `python`, but that the server forks it."""
-    return (f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
+    return (f"#!{sys.executable}\nimport os, signal, sys\nsys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
             f"from tests import warm\nwarm.address = lambda: {address()!r}\n"
-            "sys.exit(warm.Popen([sys.executable, *sys.argv[1:]]).wait())\n")
+            "python = warm.Popen([sys.executable, *sys.argv[1:]])\n"
+            "signal.signal(signal.SIGINT, lambda *_: os.kill(python.pid, signal.SIGINT))  # it has another terminal, or none\n"
+            "sys.exit(python.wait())\n")
 
 
 def serve(address, owner):
@@ -217,7 +219,10 @@ def run_as_main(argv, environ):
         subprocess_handler.Popen = functools.partial(_rank_of_torchrun, waiting)
     elif "RANK" not in environ:
         fork_the_fork_server()
-    if argv[0] == "-m":
+    if argv[0] == "-c":
+        sys.argv = argv[:1]
+        exec(argv[1], {"__name__": "__main__"})
+    elif argv[0] == "-m":
         sys.argv = argv[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -229,7 +234,7 @@ def run_as_main(argv, environ):
 
 def _open_streams(unbuffered=False):
     """Have those of a fresh Python, whatever stood for them before the fork."""
-    sys.stdin = os.fdopen(0)
+    sys.stdin = os.fdopen(0, closefd=False)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         by_line = 1 if unbuffered or name == "stderr" else -1
         stream = os.fdopen(descriptor, "w", by_line, encoding="utf-8", closefd=False)
@@ -237,11 +242,11 @@ def _open_streams(unbuffered=False):
         setattr(sys, f"__{name}__", stream)
 
 
-def fork_the_fork_server():
-    """Let multiprocessing's fork server be a fork of this process as it is now, with all that it has imported."""
+def fork_the_fork_server(times=1):
+    """Let multiprocessing's fork server be a fork of this process as it is now, with all that it has imported; so many `times`."""
     from multiprocessing import util  # registers a function, see `_leave`
 
-    util.spawnv_passfds = functools.partial(_fork_server, Waiting(), util.spawnv_passfds)
+    util.spawnv_passfds = functools.partial(_fork_server, [Waiting() for _ in range(times)], util.spawnv_passfds)
 
 
 class Waiting:
@@ -295,9 +300,9 @@ def _be_called(name):
 
 def _fork_server(waiting, spawnv_passfds, path, args, passfds):
     """In place of `multiprocessing.util.spawnv_passfds`."""
-    if "forkserver" not in args[-1] or waiting.socket.fileno() < 0:
+    if "forkserver" not in args[-1] or not waiting:
         return spawnv_passfds(path, args, passfds)
-    return waiting.wake("be_fork_server", passfds, args[-1], dict(os.environ))
+    return waiting.pop().wake("be_fork_server", passfds, args[-1], dict(os.environ))
 
 
 def be_fork_server(code, environ):
