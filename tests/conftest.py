@@ -170,7 +170,7 @@ def pytest_runtestloop(session):
     # As in common/launcher/fork_server.py: the other thread, pytest-xdist's, waits for what to run next.
     warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork", category=DeprecationWarning)
     if sys.platform == "linux" and not session.config.option.numprocesses:  # which says that workers run the tests
-        warm.fork_the_fork_server(times=2)  # one test ends it
+        warm.fork_the_fork_server()
 
 
 def pytest_unconfigure():

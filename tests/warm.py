@@ -107,7 +107,7 @@ def as_python():
     return (f"#!{sys.executable}\nimport os, signal, sys\nsys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
             f"from tests import warm\nwarm.address = lambda: {address()!r}\n"
             "python = warm.Popen([sys.executable, *sys.argv[1:]])\n"
-            "signal.signal(signal.SIGINT, lambda *_: os.kill(python.pid, signal.SIGINT))  # it has another terminal, or none\n"
+            "signal.signal(signal.SIGINT, lambda *_: os.kill(python.pid, signal.SIGINT))  # it is in another session\n"
             "sys.exit(python.wait())\n")
 
 
@@ -220,7 +220,8 @@ def run_as_main(argv, environ):
     elif "RANK" not in environ:
         fork_the_fork_server()
     if argv[0] == "-c":
-        sys.argv = argv[:1]
+        sys.argv = ["-c", *argv[2:]]
+        sys.path.insert(0, "")
         exec(argv[1], {"__name__": "__main__"})
     elif argv[0] == "-m":
         sys.argv = argv[1:]
@@ -242,11 +243,11 @@ def _open_streams(unbuffered=False):
         setattr(sys, f"__{name}__", stream)
 
 
-def fork_the_fork_server(times=1):
-    """Let multiprocessing's fork server be a fork of this process as it is now, with all that it has imported; so many `times`."""
+def fork_the_fork_server():
+    """Let multiprocessing's fork server be a fork of this process as it is now, with all that it has imported."""
     from multiprocessing import util  # registers a function, see `_leave`
 
-    util.spawnv_passfds = functools.partial(_fork_server, [Waiting() for _ in range(times)], util.spawnv_passfds)
+    util.spawnv_passfds = functools.partial(_fork_server, Waiting(), util.spawnv_passfds)
 
 
 class Waiting:
@@ -300,9 +301,9 @@ def _be_called(name):
 
 def _fork_server(waiting, spawnv_passfds, path, args, passfds):
     """In place of `multiprocessing.util.spawnv_passfds`."""
-    if "forkserver" not in args[-1] or not waiting:
+    if "forkserver" not in args[-1] or waiting.socket.fileno() < 0:  # it has been one: then that of this process's own start
         return spawnv_passfds(path, args, passfds)
-    return waiting.pop().wake("be_fork_server", passfds, args[-1], dict(os.environ))
+    return waiting.wake("be_fork_server", passfds, args[-1], dict(os.environ))
 
 
 def be_fork_server(code, environ):
