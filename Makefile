@@ -1,7 +1,7 @@
 # make demo    CartPole over RPC, trained until solved (two to six minutes on 2 cores, after the installation)
 # make quick   the tests that one runs after each edit
 # make test    the test suite, on the CPU: of each mechanism one row for each kind of program
-# make test-all  every row for every program, as to be run each night (about an hour)
+# make test-all  every row for every program, and learn-check, as to be run each night (about an hour)
 # make soak    kills, full disks, many runs at once, again and again (20 minutes); writes docs/reliability.md
 # make mutants realistic mistakes, one at a time: does --check see them? (about an hour)
 # make learn   the workbook: write a part of a lesson, and its oracle judges it (exercises/README.md)
@@ -30,6 +30,7 @@ test: .venv/ready
 
 test-all: .venv/ready
 	$(BIN)/python -m pytest -m 'not soak and not learn'
+	$(MAKE) learn-check
 
 soak: .venv/ready
 	$(BIN)/python -m benchmarks.soak

@@ -148,8 +148,7 @@ def load_float64(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
     """Load a third of the training set, and all but one of the test set, the images in float64.
 
     Both numbers are primes: no number of ranks or steps divides them, so shares are unequal. Filled
-    up to as many for each of two ranks or three, 467 still make a smaller last batch. (The batches
-    of exercises 08 and 33 follow from 467: `make learn-check` where it changes.)
+    up to as many for each of two ranks or three, 467 still make a smaller last batch.
     """
     train, test = (half.tensors for half in load_data(args))
     return (TensorDataset(train[0][:467].double(), train[1][:467]),

@@ -13,6 +13,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from common.oracle import load_float64
 
 from exercises import catalog, overlay
 from exercises.__main__ import language_of_the_user, main
@@ -190,6 +191,15 @@ def test_static_copy_of_a_method(tmp_path):
 @attempts
 def test_static_wrong(exercise, wrong):
     assert attempt(exercise, wrong) != exercise.solution()[0]
+
+
+@pytest.mark.parametrize("number", ["08", "33"])
+def test_static_batch(number):
+    """Of the oracle's images, two ranks have unequal shares, and only the larger one has one image more than its batch."""
+    exercise = next(one for one in ALL if one.number == number)
+    train, _ = load_float64(SimpleNamespace(dataset="digits"))
+    batch = exercise.text["flags"][exercise.text["flags"].index("--global_batch_size") + 1] // 2
+    assert (len(train) // 2, -(-len(train) // 2)) == (batch, batch + 1)
 
 
 @each
