@@ -164,7 +164,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
-    """Fork what will fork the ranks of the programs that tests run in their own process: it need not import anything."""
+    """Fork what will fork the ranks of the programs that tests run in their own process: it need not import anything.
+
+    Up to here nobody may have asked whether there is a GPU (a mark that does is given as text): CUDA survives no fork.
+    """
     gc.freeze()  # nor does anybody look at it later, here or in what is forked
     gc.enable()
     # As in common/launcher/fork_server.py: the other thread, pytest-xdist's, waits for what to run next.

@@ -86,7 +86,7 @@ def test_what_a_run_tells(lesson):
     assert set(metrics) == ran_on | set(DEMOS)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs: two ranks on two each")
+@pytest.mark.skipif("torch.cuda.device_count() < 4", reason="needs 4 GPUs: two ranks on two each")
 def test_check_on_two_gpus_each(tmp_path):
     assert run_main(ddp_basic, tmp_path, "--check", "--device", "cuda")
 
