@@ -146,8 +146,9 @@ class ParameterServer(nn.Module):
     def save(self, epochs: int) -> None:
         """Write a checkpoint here, with the state of the random numbers, of which dropout draws."""
         if self.args.checkpoint:
-            checkpoint.save(self.args, {"model": self.model.state_dict(), "epochs": epochs,
-                                        "random_numbers": torch.get_rng_state()})
+            with self.turn:  # nobody is in the middle of a step
+                checkpoint.save(self.args, {"model": self.model.state_dict(), "epochs": epochs,
+                                            "random_numbers": torch.get_rng_state()})
 
 
 param_server = None

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from param_server import bounded_server
 from param_server import main as param_server
-from param_server.async_server import AsyncParameterServer, AsyncSGD
+from param_server.async_server import AsyncParameterServer
 from param_server.bounded_server import Bound, BoundedParameterServer
 from param_server.data import get_next_batch
 from tests.helpers import args_of, commands_in, results_of, run, script
@@ -136,36 +136,15 @@ def test_a_large_bound_holds_nobody_back():
         assert bound.go_on() == ["may read"]
 
 
-def train_in_order(server, optimizers, order):
-    """Steps of trainers in a fixed order, in this process; the weights afterwards."""
-    torch.manual_seed(0)  # of the images and of dropout
-    images = torch.randn(4, 1, 28, 28)
-    for trainer in order:
-        optimizers[trainer].zero_grad()
-        told = [trainer] if isinstance(server, AsyncParameterServer) else []
-        F.nll_loss(server(images, *told), torch.arange(4)).backward()
-        optimizers[trainer].step()
-    return list(server.model.parameters())
-
-
-def test_a_bound_of_0_is_a_lock(monkeypatch, tmp_path):
-    """In the same order, the same numbers; and whoever comes in between has to wait."""
-    order, args = [1, 2, 2, 1], args_of(bounded_server, tmp_path, "--device", "cpu", "--max_staleness", 0)
-    bounded, locked = BoundedParameterServer(args), param_server.ParameterServer(args)
-    monkeypatch.setattr(param_server, "param_server", bounded)
-    pairs = zip(
-        train_in_order(bounded, {rank: AsyncSGD(bounded.model.parameters(), trainer=rank, lr=0.1) for rank in (1, 2)},
-                       order),
-        train_in_order(locked, {rank: param_server.SGD(locked.model.parameters(), lr=0.1) for rank in (1, 2)}, order),
-        strict=True)
-    assert all(torch.equal(*pair) for pair in pairs)
-    assert bounded.staleness == {1: {0: 2}, 2: {0: 2}}
-    read = BoundedParameterServer.acquire_read
-    first, second = read(bounded, 1), read(bounded, 2)
-    assert [turn.done() for turn in (first, second)] == [True, False]
-    assert BoundedParameterServer.acquire_step(bounded, 1).done()
-    bounded.apply_step(1, lambda: None)
-    assert second.done()
+@pytest.mark.parametrize(("program", "lock"), [
+    (param_server.ParameterServer, "turn"), (AsyncParameterServer, "weights_lock"), (BoundedParameterServer, "weights_lock")])
+def test_a_checkpoint_has_no_half_step(program, lock, monkeypatch, tmp_path):
+    """Another trainer may step while the first one has the server save: it waits for that."""
+    server = program(args_of(bounded_server, tmp_path, "--checkpoint", tmp_path / "run.pt"))
+    held = []
+    monkeypatch.setattr("common.checkpoint.save", lambda *_: held.append(getattr(server, lock).locked()))
+    server.save(1)
+    assert held == [True]
 
 
 def test_all_gather(tmp_path):
