@@ -103,6 +103,13 @@ def require_settings(args: Namespace, settings: dict, where: str) -> None:
             refuse(f"{given(args, name)} must be {shortened(value)}, as in {where}")
 
 
+def require_epochs(args: Namespace, behind: int) -> None:
+    """Refuse fewer `--epochs` than a checkpoint has behind it."""
+    if args.epochs < behind:
+        refuse(f"{given(args, 'epochs')} must be at least {behind}: the checkpoint has so many "
+               "behind it", args.checkpoint_rank)
+
+
 def reject(args: Namespace, why: str) -> NoReturn:
     """Refuse `--checkpoint`: the sentence goes on with `why`."""
     refuse(f"--checkpoint {shortened(args.checkpoint)} {why}", args.checkpoint_rank)

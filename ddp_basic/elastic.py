@@ -36,14 +36,14 @@ import torch.distributed as dist
 from common import checkpoint, report
 from common.cli import RESUME, Parser, bounded, given, refuse
 from common.data import add_data_flags, fetch_data, load_data
-from common.program import run_program
+from common.program import role_name, run_program
 from common.session import backend_for, device_for
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from ddp_basic.main import gpu_of, role_name
+from ddp_basic.main import gpu_of
 
 MOMENTUM = 0.9
 FEWEST_SAMPLES = 1437  # of the two training sets: each rank needs one at least
@@ -52,17 +52,14 @@ FEWEST_SAMPLES = 1437  # of the two training sets: each rank needs one at least
 def setup(rank: int, world_size: int, args: argparse.Namespace) -> None:
     """Join the process group: gloo, or nccl where every rank has a GPU of its own."""
     limit = timedelta(seconds=args.timeout)
-    device = device_for(args.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # nccl sends Python objects by way of the current GPU
     store, _, _ = next(dist.rendezvous(os.environ["INIT_METHOD"], rank, world_size, timeout=limit))
     if int(os.environ["LOCAL_WORLD_SIZE"]) == world_size:
         # torchrun's store outlives the workers: new ones would find the addresses of the dead in
         # it, and call there. So each attempt has keys of its own. (On several machines, each has
         # its own count of the attempts: README.)
         store = dist.PrefixStore(f"attempt {attempt()}", store)
-    dist.init_process_group(backend_for(device), store=store, timeout=limit, rank=rank,
-                            world_size=world_size)
+    dist.init_process_group(backend_for(device_for(args.device)), store=store, timeout=limit,
+                            rank=rank, world_size=world_size)
 
 
 def attempt() -> int:
@@ -205,8 +202,10 @@ def main(argv: list[str] | None = None) -> dict | None:
                f"{given(args, 'world_size')}")
     if not args.check:  # which has a checkpoint of its own
         args.resume = args.checkpoint is not None and args.checkpoint.exists()
-        checkpoint.inspect(args, make_model=lambda: build_model(args.seed), needs={
+        state = checkpoint.inspect(args, make_model=lambda: build_model(args.seed), needs={
             "optimizer": checkpoint.OPTIMIZER, "history": [{"loss": float, "accuracy": float}]})
+        if state:
+            checkpoint.require_epochs(args, len(state["history"]))
     fetch_data(args)
     return run_program(run_worker, args, role_name, finish)
 

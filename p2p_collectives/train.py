@@ -239,9 +239,8 @@ def require_inputs(args: Namespace) -> None:
     state = checkpoint.inspect(args, make_model=Net, needs={
         "optimizer": checkpoint.OPTIMIZER,
         "epochs": [{"loss": float, "loss_per_rank": list, "accuracy": float}]})
-    if state and len(state["epochs"]) > args.epochs:
-        refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint "
-               "has so many behind it")
+    if state:
+        checkpoint.require_epochs(args, len(state["epochs"]))
 
 
 def main(argv: list[str] | None = None) -> dict | None:

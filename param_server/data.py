@@ -44,9 +44,8 @@ def require_inputs(args: Namespace, make_model: Callable[[], nn.Module]) -> None
                "an image", rank=1)
     state = checkpoint.inspect(args, make_model=make_model,
                                needs={"epochs": int, "random_numbers": torch.get_rng_state()})
-    if state and state["epochs"] > args.epochs:
-        refuse(f"{given(args, 'epochs')} must be at least {state['epochs']}: the checkpoint has so "
-               "many behind it")
+    if state:
+        checkpoint.require_epochs(args, state["epochs"])
 
 
 def require_sizes(args: Namespace) -> None:

@@ -6,7 +6,6 @@ from argparse import Namespace
 import torch
 import torch.distributed as dist
 from common import checkpoint
-from common.cli import given, refuse
 from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
@@ -66,9 +65,7 @@ def require_checkpoint(args: Namespace, language: Language | None) -> None:
         return
     if state["vocabulary"] != language.vocabulary:
         checkpoint.reject(args, "is of another text; give its --corpus, or another file")
-    if len(state["epochs"]) > args.epochs:
-        refuse(f"{given(args, 'epochs')} must be at least {len(state['epochs'])}: the checkpoint "
-               "has so many behind it", rank=1)
+    checkpoint.require_epochs(args, len(state["epochs"]))
 
 
 def save(model: nn.Module, opt: DistributedOptimizer, history: History, language: Language,

@@ -693,6 +693,7 @@ NOT_ITS_CHECKPOINT = [  # a program, what is changed in a checkpoint of its own,
     *((name, {"epochs": epochs}, "--epochs") for name, epochs in (
         ("p2p_collectives.train", [{"loss": 2.3, "loss_per_rank": [2.3], "accuracy": 0.5}] * 11), ("param_server.main", 21),
         ("rpc_rnn.main", [{"loss": 2.0, "val_loss": 2.1}] * 9))),
+    ("ddp_basic.elastic", {"history": [{"epoch": 1, "loss": 2.3, "accuracy": 0.5}] * 11}, "--epochs"),
 ]
 
 

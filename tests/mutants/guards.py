@@ -48,6 +48,7 @@ MUTANTS = [
              f"{FLAGS}::test_a_training_goes_on_with_its_flags"),
     Mutant("another size of a batch", "common/cli.py", 'MAY_CHANGE = {"checkpoint"', 'MAY_CHANGE = {"batch_size", "checkpoint"',
            test=f"{FLAGS}::test_a_training_goes_on_with_its_flags"),
+    accepted("fewer epochs than there were", CHECKPOINT, "args.epochs < behind", f"{FLAGS}::test_not_its_checkpoint"),
     accepted("weights of another model", CHECKPOINT,
              'state and _shapes(state[weights]) != _shapes(make_model().state_dict())',
              f"{FLAGS}::test_not_its_checkpoint"),
