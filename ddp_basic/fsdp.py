@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import report
-from common.cli import RESUME, Parser, bounded, refuse, require_own_gpus
-from common.program import run_program
+from common.cli import RESUME, Parser, bounded, given, refuse, require_own_gpus
+from common.program import role_name, run_program
 from common.session import device_of_group, group_options
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -49,7 +49,7 @@ from ddp_basic import fsdp_checkpoint as folders
 from ddp_basic import fsdp_memory as memory
 from ddp_basic import fsdp_results as results
 from ddp_basic.data import toy_samples
-from ddp_basic.main import gpu_of, role_name
+from ddp_basic.main import gpu_of
 
 SAMPLES = 512  # of all ranks together
 LAYERS = 8  # hidden ones
@@ -204,8 +204,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     if args.global_batch_size % args.world_size:
-        refuse(f"--global_batch_size {args.global_batch_size} must be a multiple of --world_size "
-               f"{args.world_size}")
+        refuse(f"{given(args, 'global_batch_size')} must be a multiple of "
+               f"{given(args, 'world_size')}")
     require_own_gpus(args)
     memory.require_room(args, LAYERS)
     folders.require_useful(args)

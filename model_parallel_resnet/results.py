@@ -71,7 +71,8 @@ class Batches:
 
 
 def finish(metrics: dict, args: argparse.Namespace, name: str = "RPC pipeline",
-           workers: Sequence[str] = ("worker1", "worker2"), backend: str = "tensorpipe") -> dict:
+           workers: Sequence[str] = ("worker1", "worker2"), backend: str = "tensorpipe",
+           device: str | None = None) -> dict:
     """Turn what was recorded into rows, print and write them, and draw; return all metrics.
 
     Args:
@@ -82,6 +83,7 @@ def finish(metrics: dict, args: argparse.Namespace, name: str = "RPC pipeline",
         name: of the pipeline, for the line of numbers and the pictures.
         workers: the roles that compute.
         backend: what carries the tensors.
+        device: "cpu" where the workers were on it whatever `--device` is.
 
     Raises:
         SystemExit: 1 after one line, if the run cannot be what its table would say.
@@ -93,7 +95,7 @@ def finish(metrics: dict, args: argparse.Namespace, name: str = "RPC pipeline",
         metrics["where"] = measuring.rows_of(spans, workers, args.num_splits, windows)
     metrics = report.save_metrics(args, {
         "arch": args.arch, "batch_size": args.batch_size, "image_size": args.image_size, **metrics,
-        "rows": rows}, backend)
+        "rows": rows}, backend, device)
     print("\n".join(table(rows)))
     plot([metrics], args, name)
     print(last_line(rows, metrics["losses"], args, name))

@@ -170,9 +170,9 @@ def require_stages(args: argparse.Namespace, schedules: Iterable[str]) -> None:
 
 def finish(metrics: dict, args: argparse.Namespace) -> dict:
     """Print, write and draw as main.py does."""
-    if metrics["backend"] == "gloo":
-        args.device = "cpu"  # where the stages were: see `device_of_group`
-    return results.finish(metrics, args, args.schedule, STAGES, metrics["backend"])
+    backend = metrics["backend"]
+    device = "cpu" if backend == "gloo" else None  # see `device_of_group`
+    return results.finish(metrics, args, args.schedule, STAGES, backend, device)
 
 
 def build_parser() -> Parser:

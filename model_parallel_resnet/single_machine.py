@@ -273,7 +273,7 @@ def build_parser() -> Parser:
     add("--num_repeat", type=count, default=3, metavar="N",
         help="times to measure each; the tutorial's: 10")
     add("--split_size", type=count, metavar="N", help="samples in a micro-batch, for the bar in "
-        "mp_vs_rn_vs_pp.png (default: 20, or half of a smaller batch)")
+        "mp_vs_rn_vs_pp.png (default: half of the batch, at most 20)")
     add("--split_sizes", type=count, nargs="+", metavar="N", help="for split_size_tradeoff.png "
         f"(default: those of {' '.join(map(str, SPLIT_SIZES))} that fit the batch)")
     add("--lr", type=bounded(float, above=0), default=0.1, help="of SGD; the tutorial's: 0.001")

@@ -90,7 +90,7 @@ class RingAllReduce:
 
 
 def group_with_small_buffers() -> dist.ProcessGroup:
-    """Make a group of all ranks of one machine whose connections hold little data at a time.
+    """Make a group of all ranks, whose connections on one machine hold little data at a time.
 
     By default several megabytes are on their way from rank to rank inside the kernel, more than a
     core's cache holds. With 256 KiB the rings were measurably faster, presumably since the receiver

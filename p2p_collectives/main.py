@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from common import report
 from common.cli import Parser
 from common.program import role_name, run_program
 from common.session import device_of_group, group_options
@@ -191,6 +192,8 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     device = device_of_group(args)
     dist.init_process_group(**group_options(args, device), rank=rank, world_size=world_size)
     operations, backend = [], dist.get_backend()
+    if rank == 0 and args.device == "cuda" and backend == "gloo":
+        report.log("rank0", "there is no GPU for each rank: on the CPU")
     for name in DEMOS if args.demo == "all" else [args.demo]:
         for outcome in DEMOS[name](rank, world_size, device):
             # Rank 0 prints for all, later: lines of several processes would interleave.

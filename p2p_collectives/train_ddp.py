@@ -19,13 +19,12 @@ from argparse import Namespace
 import torch
 import torch.distributed as dist
 from common.cli import Parser
-from common.program import run_program
+from common.program import role_name, run_program
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from p2p_collectives import train as tutorial
-from p2p_collectives.train import role_name
 from p2p_collectives.train_results import finish
 
 

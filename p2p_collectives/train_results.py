@@ -24,7 +24,8 @@ class History:
                  args: Namespace) -> None:
         self.n_samples, self.global_batches, self.epochs = n_samples, global_batches, epochs
         self.rank, self.samples, self.train_s = dist.get_rank(), 0, 0.0
-        self.bar = report.progress((args.epochs - len(epochs)) * len(global_batches), "step",
+        n_steps = len(global_batches)  # in an epoch
+        self.bar = report.progress(args.epochs * n_steps, "step", len(epochs) * n_steps,
                                    show=self.rank == 0, role="rank0")
 
     def begin_epoch(self) -> None:

@@ -101,7 +101,7 @@ class FastAgent(tutorial.Agent):
         return Categorical(probs, validate_args=False).log_prob(actions)
 
     def state_dict(self) -> dict:
-        """Return all that a training needs to go on exactly as if it had never stopped."""
+        """Return what a training needs beside its history to go on as if it had never stopped."""
         return {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(),
                 "generators": [generator.get_state() for generator in self.generators.values()]}
 
@@ -122,6 +122,7 @@ class SavedHistory(History):
             state = checkpoint.load(args)
             agent.load_state_dict(state)
             kept = state["history"]
+            agent.running_reward = kept["running_reward"]
         super().__init__(agent, args, kept)
 
     def add(self, last_reward: float) -> None:

@@ -42,7 +42,6 @@ class History:
     def __init__(self, agent: Learner, args: argparse.Namespace, kept: dict | None = None) -> None:
         self.agent, self.args = agent, args
         self.kept = kept or {name: kind() for name, kind in KEPT.items()}  # 0, 0, 0.0, [], []
-        self.agent.running_reward = self.kept["running_reward"]
         self.resumed_steps, self.started = self.kept["env_steps"], time.perf_counter()
         self.bar = report.progress(self.args.max_episodes, "episode", self.episodes, role="agent")
 

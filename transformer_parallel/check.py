@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from transformer_parallel import experts, results, ring_attention
-from transformer_parallel import main as tutorial
+from transformer_parallel import main as data_parallel
 from transformer_parallel.model import Shape, Transformer
 from transformer_parallel.pipeline import Pipeline
 
@@ -74,7 +74,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
         recorder.around(ring_attention, "start_hop")(watched_hop)
         recorder.around(Pipeline, "send")(watched_send)
 
-        @recorder.around(tutorial, "train")
+        @recorder.around(data_parallel, "train")
         def train(original, rank, size, make_way, args):
             steps, own = [], []
             mixed = list(dict.fromkeys(args.ways))[len(everyone)] in MIXED
@@ -188,7 +188,7 @@ def watch_costs(way: object) -> None:
         way.finish_gradients = noting_overlap(way.finish_gradients)
         for parameter in way.model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: behind.extend(way.works[:1]))
-    if isinstance(way, tutorial.TorchDDP):
+    if isinstance(way, data_parallel.TorchDDP):
         for name, parameter in way.model.module.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     if isinstance(way, ring_attention.Ring):
@@ -588,7 +588,7 @@ def hold_costs(findings: Comparison, way: str, reported: list[dict], args: Names
                             ("emptiest", min(map(min, wanted))), ("tokens", wanted)):
             findings.equal(f"{way}, {what}", [rank["figures"][what] for rank in reported],
                            [value] * n, "of the last step", unit="rank")
-    if args.program == tutorial.__name__:
+    if args.program == data_parallel.__name__:
         findings.equal(f"{way}, backwards", [rank["figures"]["losses"] for rank in reported],
                        [args.accumulate] * n, "of --accumulate, in the last step")
     if way == "ddp":  # which fills its buckets in the order in which backward came to them

@@ -40,15 +40,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common.cli import Parser, bounded, refuse
-from common.program import run_program
+from common.program import role_name, run_program
 from torch import nn
 
 # Private by its name, and what torch advises in place of torch.distributed.nn.functional.
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from transformer_parallel import main as tutorial
+from transformer_parallel import main as data_parallel
 from transformer_parallel import results
-from transformer_parallel.main import Buckets, role_name
+from transformer_parallel.main import Buckets
 from transformer_parallel.model import MLP, Shape, Transformer, loss_of
 
 
@@ -190,7 +190,7 @@ class Replicas(Buckets):
         loss = loss_of(self.model(tokens), targets)
         return loss + self.weight * sum(layer.balance for layer in self.layers)
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float | list]:
         """Return how many tokens wanted each expert in the last step, and how many were dropped."""
         counts = torch.stack([torch.cat([layer.counts, layer.dropped[None]])
                               for layer in self.layers])
@@ -255,12 +255,12 @@ def finish(metrics: dict, args: Namespace) -> dict:
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Train as `main.py`, in these ways."""
-    return tutorial.run_worker(rank, world_size, args, WAYS)
+    return data_parallel.run_worker(rank, world_size, args, WAYS)
 
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = tutorial.shared_parser("transformer_parallel/experts", __doc__, WAYS, TWINS)
+    parser = data_parallel.WaysParser("transformer_parallel/experts", __doc__, WAYS, TWINS)
     add = parser.add_argument
     add("--experts", type=bounded(int, at_least=1, at_most=1000), default=8, metavar="E",
         help="of each block, each with 166,608 parameters")
@@ -278,7 +278,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     places = min(args.capacity_factor, args.experts)  # for each token, in all boxes
     copies = args.world_size if "replicas" in args.ways else 1
     results.require_room(args, copies, mlps=args.experts, places=places)
-    tutorial.require_equal_parts(args)
+    data_parallel.require_equal_parts(args)
     if args.experts % args.world_size:
         refuse(f"--experts {args.experts} must be a multiple of {args.world_size} ranks: each has "
                "as many")

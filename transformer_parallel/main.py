@@ -87,7 +87,7 @@ class Way:
         """Return the loss of the whole batch, on all ranks."""
         return results.mean_of_ranks(loss)
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float | list]:
         """Return what else there is to be shown of this way, by its heading."""
         return {}
 
@@ -217,7 +217,7 @@ def train(rank: int, world_size: int, make_way: type[Way], args: Namespace) -> d
                 way.finish_gradients()
             way.optimizer.step()
             way.after_step()
-        losses.append(report.require_finite(way.reported(loss), f"in step {step + 1}"))
+        losses.append(report.require_finite(way.reported(loss), f"at step {step + 1}"))
     return {"losses": losses, **meter.measured(), "figures": way.figures()}
 
 
@@ -254,11 +254,19 @@ class WaysParser(Parser):
                  twins: Mapping[str, str]) -> None:
         super().__init__(example, description, world_size=4, min_world_size=2)
         self.own, self.twins = [way for way in ways if way not in twins.values()], twins
-        self.add_argument("--ways", choices=ways, nargs="+", metavar="WAY",
-                          help=f"some of {', '.join(ways)} (default: not torch's own)")
-        self.add_argument("--twin", action="store_true",
-                          help=f"torch's own beside them: {', '.join(twins.values())}; --check "
-                               "has them, too")
+        add, count = self.add_argument, bounded(int, at_least=1)
+        add("--ways", choices=ways, nargs="+", metavar="WAY",
+            help=f"some of {', '.join(ways)} (default: not torch's own)")
+        add("--twin", action="store_true",
+            help=f"torch's own beside them: {', '.join(twins.values())}; --check has them, too")
+        add("--steps", type=count, default=10, metavar="N", help="optimizer steps of each way")
+        add("--batch_size", type=count, default=24, metavar="N",
+            help="rows of all ranks, in a step")
+        add("--seq_len", type=count, default=64, metavar="N", help="characters in a row")
+        add("--lr", type=bounded(float, above=0), default=0.001, help="learning rate of AdamW")
+        add("--blocks", type=bounded(int, at_least=1, at_most=1000), default=4, metavar="N",
+            help="of the model; each has 250,704 parameters")
+        self.set_defaults(accumulate=1, bucket_kb=1000)  # other values are main.py's
 
     def parse_args(self, args: Sequence[str] | None = None,
                    namespace: Namespace | None = None) -> Namespace:
@@ -271,28 +279,13 @@ class WaysParser(Parser):
         return args
 
 
-def shared_parser(example: str, description: str, ways: Mapping[str, type[Way]],
-                  twins: Mapping[str, str]) -> WaysParser:
-    """Return the parser of the flags that all programs of this folder have; see `WaysParser`."""
-    parser = WaysParser(example, description, ways, twins)
-    add, count = parser.add_argument, bounded(int, at_least=1)
-    add("--steps", type=count, default=10, metavar="N", help="optimizer steps of each way")
-    add("--batch_size", type=count, default=24, metavar="N", help="rows of all ranks, in a step")
-    add("--seq_len", type=count, default=64, metavar="N", help="characters in a row")
-    add("--lr", type=bounded(float, above=0), default=0.001, help="learning rate of AdamW")
-    add("--blocks", type=bounded(int, at_least=1, at_most=1000), default=4, metavar="N",
-        help="of the model; each has 250,704 parameters")
-    parser.set_defaults(accumulate=1, bucket_kb=1000)  # other values are main.py's
-    return parser
-
-
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = shared_parser("transformer_parallel", __doc__, WAYS, TWINS)
+    parser = WaysParser("transformer_parallel", __doc__, WAYS, TWINS)
     add, count = parser.add_argument, bounded(int, at_least=1)
-    add("--bucket_kb", type=count, default=1000, metavar="N",
+    add("--bucket_kb", type=count, metavar="N",
         help="kilobytes of gradients that are sent together")
-    add("--accumulate", type=count, default=1, metavar="N",
+    add("--accumulate", type=count, metavar="N",
         help="gradient accumulation: backwards of each step, whose gradients are added up")
     return parser
 

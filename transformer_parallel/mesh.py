@@ -42,8 +42,8 @@ from argparse import Namespace
 import torch
 import torch.distributed as dist
 from common.checkpoint import NotSavedError
-from common.cli import Parser, bounded, refuse
-from common.program import run_program
+from common.cli import Parser, bounded, refuse, starts_rank
+from common.program import role_name, run_program
 from torch import optim
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -51,12 +51,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 
-from transformer_parallel import main as tutorial
+from transformer_parallel import main as data_parallel
 from transformer_parallel import results
-from transformer_parallel.main import Each, Way, role_name
+from transformer_parallel.main import Each, Way
 from transformer_parallel.model import Shape, Transformer
 from transformer_parallel.pipeline import OneFOneB
 from transformer_parallel.tensor_parallel import TensorParallel, TorchTensorParallel, cut_by_torch
+
+CHECKPOINT = "checkpoint"  # the folder in --output_dir, while a training moves
 
 
 class Grid(Way):
@@ -117,7 +119,7 @@ class Moved(TorchMesh):
 
     def move(self) -> None:
         """Save; make the model and the optimizer anew, on another mesh; load."""
-        folder = self.args.output_dir / "checkpoint"
+        folder = self.args.output_dir / CHECKPOINT
         checkpoint.save(self.state(), checkpoint_id=folder)
         if not (folder / ".metadata").exists():  # which rank 0 has written
             raise NotSavedError(f"finds no checkpoint of rank 0 in {folder}: --ways moved "
@@ -163,12 +165,12 @@ def cut_twice(model: Transformer, mesh: DeviceMesh) -> Transformer:
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Train as `main.py`, in these ways."""
-    return tutorial.run_worker(rank, world_size, args, WAYS)
+    return data_parallel.run_worker(rank, world_size, args, WAYS)
 
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = tutorial.shared_parser("transformer_parallel/mesh", __doc__, WAYS, TWINS)
+    parser = data_parallel.WaysParser("transformer_parallel/mesh", __doc__, WAYS, TWINS)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--row", type=count, default=2, metavar="N", help="ranks that have the model once")
     add("--micro_batches", type=count, default=4, metavar="N",
@@ -183,7 +185,7 @@ def main(argv: list[str] | None = None) -> dict | None:
         refuse(f"--row {args.row} must divide the {args.world_size} ranks")
     results.require_room(
         args, copies=args.world_size if "data" in args.ways else args.world_size // args.row)
-    tutorial.require_equal_parts(args)
+    data_parallel.require_equal_parts(args)
     in_a_row = {"data_tensor", "torch", "moved"} & {*args.ways}
     cuts = args.world_size if "tensor" in args.ways else args.row if in_a_row else 1
     shape = Shape()
@@ -199,7 +201,11 @@ def main(argv: list[str] | None = None) -> dict | None:
         if way in args.ways and rows % args.micro_batches:
             refuse(f"--micro_batches {args.micro_batches} must divide the {rows} rows of the "
                    f"batch that {stages} ranks of --ways {way} see")
-    return run_program(run_worker, args, role_name, results.finish)
+    try:
+        return run_program(run_worker, args, role_name, results.finish)
+    finally:  # of ranks that have ended while they moved
+        if "moved" in args.ways and starts_rank(args, 0):
+            shutil.rmtree(args.output_dir / CHECKPOINT, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from common.cli import Parser, bounded, refuse
-from common.program import run_program
+from common.program import role_name, run_program
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -42,9 +42,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from transformer_parallel import main as tutorial
+from transformer_parallel import main as data_parallel
 from transformer_parallel import results
-from transformer_parallel.main import Way, role_name
+from transformer_parallel.main import Way
 from transformer_parallel.model import Transformer, embed, loss_of
 
 
@@ -202,20 +202,20 @@ class Interleaved(Pipeline):
 class TorchGPipe(Pipeline):
     """Leaves the first to torch.distributed.pipelining."""
 
-    make_torchs = ScheduleGPipe
+    torch_schedule_class = ScheduleGPipe
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         super().__init__(model, args)
         device = next(self.stages.parameters()).device
         stages = [PipelineStage(stage, int(number), self.last + 1, device)
                   for number, stage in self.stages.items()]
-        self.torchs = self.make_torchs(stages if len(stages) > 1 else stages[0], self.m,
-                                       loss_fn=loss_of)
+        self.torch_schedule = self.torch_schedule_class(
+            stages if len(stages) > 1 else stages[0], self.m, loss_fn=loss_of)
 
     def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Let torch compute the order; it wants tokens in the first stage, targets in the last."""
         losses, first = [], [tokens.contiguous()] if self.rank == 0 else []  # 2.11 asks for that
-        self.torchs.step(*first, target=targets, losses=losses)
+        self.torch_schedule.step(*first, target=targets, losses=losses)
         loss = torch.stack(losses).mean() if losses else torch.zeros((), device=tokens.device)
         return loss.detach()
 
@@ -227,13 +227,13 @@ class TorchGPipe(Pipeline):
 class Torch1F1B(TorchGPipe):
     """Leaves the second to torch."""
 
-    make_torchs = Schedule1F1B
+    torch_schedule_class = Schedule1F1B
 
 
 class TorchInterleaved(TorchGPipe):
     """Leaves the third to torch."""
 
-    make_torchs, stages_of_rank = ScheduleInterleaved1F1B, 2
+    torch_schedule_class, stages_of_rank = ScheduleInterleaved1F1B, 2
 
 
 WAYS = {"gpipe": Pipeline, "1f1b": OneFOneB, "interleaved": Interleaved,
@@ -275,12 +275,12 @@ def needed_by(action: Action, last: int) -> Action | None:
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Train as `main.py`, in these ways."""
-    return tutorial.run_worker(rank, world_size, args, WAYS)
+    return data_parallel.run_worker(rank, world_size, args, WAYS)
 
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = tutorial.shared_parser("transformer_parallel/pipeline", __doc__, WAYS, TWINS)
+    parser = data_parallel.WaysParser("transformer_parallel/pipeline", __doc__, WAYS, TWINS)
     parser.add_argument("--micro_batches", type=bounded(int, at_least=1), default=8, metavar="N",
                         help="pieces of the batch")
     parser.set_defaults(blocks=8)  # two stages of a block, on each of four ranks

@@ -50,14 +50,14 @@ from typing import Any
 
 import torch
 from common.cli import Parser, bounded
-from common.program import run_program
+from common.program import role_name, run_program
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from transformer_parallel import main as tutorial
+from transformer_parallel import main as data_parallel
 from transformer_parallel import results
-from transformer_parallel.main import Buckets, role_name
+from transformer_parallel.main import Buckets
 from transformer_parallel.model import Transformer, embed, loss_of
 
 
@@ -182,12 +182,12 @@ TWINS = {"recompute": "checkpoint", "bf16": "autocast"}  # of a way, torch's own
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Train as `main.py`, in these ways."""
-    return tutorial.run_worker(rank, world_size, args, WAYS)
+    return data_parallel.run_worker(rank, world_size, args, WAYS)
 
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = tutorial.shared_parser("transformer_parallel/recompute", __doc__, WAYS, TWINS)
+    parser = data_parallel.WaysParser("transformer_parallel/recompute", __doc__, WAYS, TWINS)
     parser.add_argument("--every", type=bounded(int, at_least=1), default=1, metavar="K",
                         help="blocks between two inputs that are kept")
     return parser
@@ -197,7 +197,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     results.require_room(args, copies=args.world_size)
-    tutorial.require_equal_parts(args)
+    data_parallel.require_equal_parts(args)
     return run_program(run_worker, args, role_name, results.finish)
 
 

@@ -41,16 +41,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common.cli import Parser, on_cpu, ranks_here, refuse
-from common.program import run_program
+from common.program import role_name, run_program
 from common.session import device_of_group
 
 # Private: the ring inside of the public `context_parallel`, which knows no kernel of CPUs.
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_attention
 from torch.nn import functional as F
 
-from transformer_parallel import main as tutorial
+from transformer_parallel import main as data_parallel
 from transformer_parallel import results
-from transformer_parallel.main import Buckets, role_name
+from transformer_parallel.main import Buckets
 from transformer_parallel.model import Transformer, loss_of
 from transformer_parallel.tensor_parallel import Gather
 
@@ -288,12 +288,12 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Train as `main.py`, in these ways; on GPUs without the one that calls a kernel of CPUs."""
     if device_of_group(args).type == "cuda":
         args.ways = [way for way in args.ways if way != "torch_ring"]
-    return tutorial.run_worker(rank, world_size, args, WAYS)
+    return data_parallel.run_worker(rank, world_size, args, WAYS)
 
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    return tutorial.shared_parser("transformer_parallel/ring_attention", __doc__, WAYS, TWINS)
+    return data_parallel.WaysParser("transformer_parallel/ring_attention", __doc__, WAYS, TWINS)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -32,15 +32,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common.cli import Parser, refuse
-from common.program import run_program
+from common.program import role_name, run_program
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, parallel
 from torch.nn import functional as F
 
-from transformer_parallel import main as tutorial
+from transformer_parallel import main as data_parallel
 from transformer_parallel import results
-from transformer_parallel.main import Way, role_name
+from transformer_parallel.main import Way
 from transformer_parallel.model import Shape, Transformer, loss_of
 
 Group = dist.ProcessGroup | None  # whose ranks have the parts; None is all
@@ -328,12 +328,12 @@ TWINS = {"tensor": "dtensor", "sequence": "dtensor_sequence"}  # of a way, torch
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Train as `main.py`, in these ways."""
-    return tutorial.run_worker(rank, world_size, args, WAYS)
+    return data_parallel.run_worker(rank, world_size, args, WAYS)
 
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    return tutorial.shared_parser("transformer_parallel/tensor_parallel", __doc__, WAYS, TWINS)
+    return data_parallel.WaysParser("transformer_parallel/tensor_parallel", __doc__, WAYS, TWINS)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

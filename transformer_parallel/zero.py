@@ -32,14 +32,14 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from common.cli import Parser
-from common.program import run_program
+from common.program import role_name, run_program
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from transformer_parallel import main as tutorial
+from transformer_parallel import main as data_parallel
 from transformer_parallel import results
-from transformer_parallel.main import Each, Way, role_name
+from transformer_parallel.main import Each, Way
 from transformer_parallel.model import Transformer
 
 
@@ -225,12 +225,12 @@ TWINS = {"zero2": "fsdp_zero2", "zero3": "fsdp"}  # of a way, torch's own
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Train as `main.py`, in these ways."""
-    return tutorial.run_worker(rank, world_size, args, WAYS)
+    return data_parallel.run_worker(rank, world_size, args, WAYS)
 
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    return tutorial.shared_parser("transformer_parallel/zero", __doc__, WAYS, TWINS)
+    return data_parallel.WaysParser("transformer_parallel/zero", __doc__, WAYS, TWINS)
 
 
 def main(argv: list[str] | None = None) -> dict | None:
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     args = build_parser().parse_args(argv)
     sharded = {*args.ways} <= {"zero3", "fsdp"}
     results.require_room(args, copies=1 if sharded else args.world_size)
-    tutorial.require_equal_parts(args)
+    data_parallel.require_equal_parts(args)
     return run_program(run_worker, args, role_name, results.finish)
 
 

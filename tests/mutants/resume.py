@@ -30,7 +30,7 @@ MUTANTS = [
            "rpc_rnn.main"),
     killed("the agent's Adam begins anew", FAST, '        self.optimizer.load_state_dict(state["optimizer"])\n', "", "rpc_rl.fast"),
     killed("the draws of actions begin anew", FAST, "            generator.set_state(saved)\n", "            pass\n", "rpc_rl.fast"),
-    killed("the running reward begins anew", HISTORY, '        self.agent.running_reward = self.kept["running_reward"]\n', "",
+    killed("the running reward begins anew", FAST, '            agent.running_reward = kept["running_reward"]\n', "",
            "rpc_rl.fast"),
     killed("episodes are counted anew", FAST, '            kept = state["history"]\n', "", "rpc_rl.fast"),
     killed("the learning rate begins anew", TRAIN, "args.lr * (1 - epoch / args.epochs)",
