@@ -131,9 +131,12 @@ def record(name):
 def main(argv=None):
     """Run the commands, and write what they print."""
     parser = PlainParser(__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *COMMANDS, *REPLAYS])
+    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--replays", action="store_true", help="record the messages of short runs")
     args = parser.parse_args(argv)
+    known = REPLAYS if args.replays else COMMANDS
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
     if args.replays:
         for name in args.names or REPLAYS:
             record(name)

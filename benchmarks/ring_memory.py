@@ -26,8 +26,8 @@ COMMAND = (  # spawn: the ranks are children of the launcher, which the system c
     "--steps 1")
 
 
-def peak_mb(way, length):
-    """Run one step; return the peak of its largest process, in MB.
+def peak_mb(way, length, args):
+    """Run one step as `args` has it; return the peak of its largest process, in MB.
 
     Raises:
         SystemExit: with what the run has said, if it fails.
@@ -35,7 +35,8 @@ def peak_mb(way, length):
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             [sys.executable, *COMMAND.split(), "--ways", way, "--seq_len", str(length),
-             "--output_dir", folder], cwd=ROOT, stdout=said, stderr=said,
+             "--seed", str(args.seed), "--device", args.device, "--output_dir", folder],
+            cwd=ROOT, stdout=said, stderr=said,
             env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000"})
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -50,9 +51,9 @@ def main(argv=None):
     args = Parser("benchmark_ring_memory", __doc__, distributed=False).parse_args(argv)
     rows = []
     for way in WAYS:
-        before = peak_mb(way, SHORT)
+        before = peak_mb(way, SHORT, args)
         for length in LENGTHS:
-            rows.append({"way": way, "seq_len": length, "mb": peak_mb(way, length) - before})
+            rows.append({"way": way, "seq_len": length, "mb": peak_mb(way, length, args) - before})
             print(f"{way}, {length:,} characters: {rows[-1]['mb']:.0f} MB", flush=True)
     return report.save_metrics(args, {"rows": rows}, backend="gloo")
 

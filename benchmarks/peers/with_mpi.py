@@ -53,38 +53,17 @@ def timed(function: Callable[[torch.Tensor | None], object], tensor: torch.Tenso
     return MPI.COMM_WORLD.allreduce(time.perf_counter() - started, op=MPI.MAX) / calls
 
 
-def measure_parts(shared: SharedMemory, sizes: list[int], repeats: int) -> list[dict]:
-    """Time in turns what there is in a collective; return rows.
-
-    "barrier": what the small ones wait for, of 0 bytes.
-    "work": of an all-reduce of the smallest size, when nobody waits: its sums are wrong.
-    "copy": each rank copies a tensor of the largest size. Together they read and write 2N tensors,
-        as in an all-reduce.
-    """
-    small, large, copied = (torch.ones(n // 4) for n in (min(sizes), max(sizes), max(sizes)))
-
-    def work(_):
-        shared.barrier = lambda: None  # of this object: behind it is that of the class
-        shared.all_reduce(small)
-        del shared.barrier
-
-    parts = {
-        "barrier": (0, CALLS, {"gloo": lambda _: dist.barrier(), SHARED: lambda _: shared.barrier(),
-                               "mpi": lambda _: MPI.COMM_WORLD.Barrier()}),
-        "work": (small.nbytes, CALLS, {"gloo": lambda _: dist.all_reduce(small), SHARED: work}),
-        "copy": (large.nbytes, 1, {"gloo": lambda _: dist.all_reduce(large),
-                                   SHARED: lambda _: copied.copy_(large)}),
-    }
-    rows = []
-    for part, (n_bytes, calls, ways) in parts.items():
-        seconds = {way: [] for way in ways}
-        for repeat in range(repeats + 1):
-            for way, function in ways.items():
-                time_of_call = timed(function, None, calls)
-                if repeat > 0:
-                    seconds[way].append(time_of_call)
-        rows += rows_of(part, seconds, shared.size, n_bytes)
-    return rows
+def measure_barrier(shared: SharedMemory, repeats: int) -> list[dict]:
+    """Time in turns the barriers, which small collectives wait for; return rows, of 0 bytes."""
+    ways = {"gloo": lambda _: dist.barrier(), SHARED: lambda _: shared.barrier(),
+            "mpi": lambda _: MPI.COMM_WORLD.Barrier()}
+    seconds = {way: [] for way in ways}
+    for repeat in range(repeats + 1):
+        for way, function in ways.items():
+            time_of_call = timed(function, None, CALLS)
+            if repeat > 0:
+                seconds[way].append(time_of_call)
+    return rows_of("barrier", seconds, shared.size, 0)
 
 
 def measure(shared: SharedMemory, sizes: list[int], repeats: int) -> Iterator[dict]:
@@ -141,7 +120,7 @@ def main():
                             world_size=world_size)
     shared = SharedMemory(max(args.sizes), range(world_size), TIMEOUT_S)
     rows = [*measure(shared, args.sizes, args.repeats),
-            *measure_parts(shared, args.sizes, args.repeats)]
+            *measure_barrier(shared, args.repeats)]
     shared.close()
     dist.destroy_process_group()
     if rank == 0:

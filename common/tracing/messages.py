@@ -90,8 +90,11 @@ class Recorder:
         at = self.half % 2 * HALF
         self.half, self.at, self.end = self.half + 1, at + 4, at + HALF
         self.memory[at : at + 8] = self.half.to_bytes(4, "big") + bytes(4)
-        for event in list(self.open.values()):
-            self.write(event)
+        for op, event in list(self.open.items()):
+            if self.at > at + HALF // 2:  # so many are open that little else would find room
+                del self.open[op]
+            else:
+                self.write(event)
 
     def write(self, event: tuple) -> None:
         """Write an event of plain values; texts in the place of others."""
