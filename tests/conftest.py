@@ -72,7 +72,6 @@ SOME = {
     "test_interrupted_while_starting": NEVER,
     "test_strangers": r"local",
     "test_no_inodes": r"2",
-    "test_few_files": NEVER,
     "test_many_ranks": r"20",
     "test_short_timeout": r"0\.5",
     "test_warnings_as_errors": NEVER,

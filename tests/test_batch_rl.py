@@ -42,25 +42,6 @@ def agent():
 # --- pieces
 
 
-def test_the_last_request_completes_all(agent, monkeypatch):
-    def act(states):
-        assert states == [[[0.0] * 4], [[1.0] * 4], [[2.0] * 4]]  # in the order of the observers
-        return [["left"], ["right"], ["stay"]], torch.zeros(3, 1)
-
-    monkeypatch.setattr(agent, "act", act)
-
-    def select(ob_id, states):
-        return batch_rl.Agent.select_action_batch(agent.agent_rref, ob_id, states)
-
-    for _ in range(2):  # and all over again
-        third, first = select(2, [[2.0] * 4]), select(0, [[0.0] * 4])
-        assert not third.done()
-        assert not first.done()
-        second = select(1, [[1.0] * 4])
-        assert [future.wait() for future in (first, second, third)] == [["left"], ["right"], ["stay"]]
-    assert len(agent.saved_log_probs) == 2
-
-
 def test_states_may_change_after_they_were_sent(agent):
     """The tutorial copies each step's states into the same tensor, which autograd still needs: backward fails."""
     for _ in range(2):

@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import socket
-import statistics
 import time
 import warnings
 
@@ -130,18 +129,6 @@ def test_a_pitfall_ends_in_an_error(kind, says, tmp_path, capfd):
         of_rank_0, of_rank_1 = places if found["one"] == "0" else reversed(places)
         assert "dist.all_gather_object(" in of_rank_0
         assert "loss.backward()" in of_rank_1
-
-
-def test_a_pitfall_without_an_error(tmp_path, capfd):
-    """The loss of labels 0 and 1 that nothing tells apart is their variance; the last line has the means of the ranks."""
-    flags = ["--kind", "batchnorm", "--output_dir", str(tmp_path)]
-    last = {}
-    for mended in ([], ["--mended"]):
-        losses = pitfalls.main([*flags, *mended])["losses"]
-        first, last[bool(mended)] = (statistics.fmean(of_rank[step] for of_rank in losses) for step in (0, -1))
-        line = f"batchnorm{', mended,' if mended else ''} on 2 ranks: loss {first:.3f} -> {last[bool(mended)]:.3f}"
-        assert line in capfd.readouterr().out.splitlines()
-    assert last[True] < 0.05 < 0.2 < last[False]
 
 
 # --- elastic.py

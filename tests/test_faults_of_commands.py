@@ -230,10 +230,15 @@ def outcome(row, folder, runs, began):
     return [f"{row.deeds}: {problem}" for problem in problems]
 
 
+def without_torchruns(err):
+    """What was printed on stderr, but for torchrun's own lines."""
+    return re.sub(r"(?s)^\n?\*{20,}\n.*?\*{20,} ?\n", "", re.sub(r"(?m)^[WE]\d{4} .*\n", "", err))
+
+
 def wrong(row, number, run, out, err):
     """The same for one terminal."""
     line, status = (row.line, row.status) if number == 0 else (row.others, 1)
-    err = re.sub(r"(?s)^\n?\*{20,}\n.*?\*{20,} ?\n", "", re.sub(r"(?m)^[WE]\d{4} .*\n", "", err))  # of torchrun
+    err = without_torchruns(err)
     if "tracker" in row.deeds:  # Python's own
         err = re.sub(r".*resource_tracker: process died unexpectedly, relaunching.*\n(  warnings.warn.*\n)?", "", err)
     errors = errors_of(err)
@@ -276,7 +281,7 @@ def test_strangers(way, tmp_path):
         (tmp_path / "go").touch()
         for run in runs:
             out, err = run.communicate(timeout=60)  # torchrun's own store takes 15 s to end under so many connections
-            err = re.sub(r"(?s)^\n?\*{20,}\n.*?\*{20,} ?\n", "", re.sub(r"(?m)^[WE]\d{4} .*\n", "", err))  # of torchrun
+            err = without_torchruns(err)
             assert (run.returncode, err) == (0, "")
             assert ("sum 1" in out) == (run is runs[-1])
         nothing_left(runs[0], tmp_path, *runs[1:])
@@ -332,14 +337,11 @@ def test_closed_streams(closed, tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {"go", "outputs", "tmp", "run0.in", "run1.in"}
 
 
-def test_surroundings(tmp_path, free_port):
-    """A left-over TORCHELASTIC_RUN_ID, too few files; too many threads, another machine's address: one line."""
+def test_surroundings(tmp_path):
+    """A left-over TORCHELASTIC_RUN_ID: as if it were not there; too many threads: one line."""
     cases = {
         "stale": ([], {"TORCHELASTIC_RUN_ID": "none"}, 0, ""),
         "threads": ([], {"OMP_NUM_THREADS": "9999999"}, 2, "error: OMP_NUM_THREADS=9999999 must be at most 1024\n"),
-        "address": (["--rank", 0, "--master_addr", "8.8.8.8", "--master_port", free_port], {}, 2,
-                    f"error: --master_port {free_port} cannot be opened on 8.8.8.8 (cannot assign requested address); "
-                    "give another port to all ranks\n"),
     }
     with contextlib.ExitStack() as stack:
         runs = {}
@@ -381,15 +383,3 @@ def test_warnings_as_errors(tmp_path):
         assert (run.returncode, err) == (0, "") or (run.returncode, err.splitlines()[-1:]) == (
             1, ["error: cannot start 2 processes: the fork server has ended"]), err
         nothing_left(run, tmp_path)
-
-
-def test_few_files(tmp_path):
-    """`ulimit -n`: it works, or ends in one line; never by a signal."""
-    (tmp_path / "go").touch()
-    for limit in (64, 40):
-        command = ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", *script("tests/phases.py")]
-        with running(command, tmp_path, cold=True) as run:
-            _, err = run.communicate(timeout=60)
-            assert (run.returncode, err) == (0, "") or (
-                run.returncode in (1, 2) and re.fullmatch(r"error: .*\n", err)), (limit, run.returncode, err[-1500:])
-            nothing_left(run, tmp_path)

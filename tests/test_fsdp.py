@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks import soak
-from ddp_basic import fsdp, fsdp_checkpoint, fsdp_memory
+from ddp_basic import fsdp, fsdp_checkpoint
 
 EPOCHS, DIES_IN = 3, 2  # the epoch in which a rank is killed
 ORIGINAL = fsdp.run_worker
@@ -47,14 +47,6 @@ def test_what_a_run_shows(tmp_path, capfd):
     assert metrics["parameters"] == 11 * 128 + 7 * 129 * 128 + 5 * 129
     assert re.fullmatch(r"117,\d{3} parameters on 4 ranks: a rank holds at most 1.88 MB \(replicas\), .*; "
                         r"it sends in a step .*", out.splitlines()[-2])
-
-
-def test_formulas():
-    """Of N ranks, in sizes of the model, as in the paper's figure 1: 4, 2 + 2/N, 4/N."""
-    for ranks in (1, 2, 64):
-        held = [sum(fsdp_memory.formula(way, 1, ranks)[kind] for kind in fsdp_memory.KINDS) for way in fsdp.WAYS]
-        assert held == pytest.approx([4, 2 + 2 / ranks, 4 / ranks])
-    assert {fsdp_memory.formula(way, 1, 1)["sent"] for way in fsdp.WAYS} == {0}
 
 
 # --- what a kill leaves

@@ -579,6 +579,10 @@ def test_the_last_messages_are_kept(tmp_path, monkeypatch):
     assert 100 < len(ops) < count
     recorder.finish(first)
     assert merge.merged(tmp_path)["ops"][0]["end"]
+    for number in range(count):  # more than there is room for
+        recorder.begin("hold", [], rref=f"0.{number}", owner=0)
+    recorder.finish(recorder.begin("call", [], name="the last"))
+    assert merge.merged(tmp_path)["ops"][-1]["name"] == "the last"
 
 
 def test_killed_process_leaves_its_messages(tmp_path):
