@@ -30,7 +30,7 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
     language = load_language(args)
     train_table, val_table = (columns(tokens, args.batch_size, rank - 1, world_size - 1)
                               for tokens in (language.train, language.val))
-    model = model_class("ps", language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout,
+    model = model_class(PS_NAME, language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout,
                         args.seed, args.device)
     opt = model.make_optimizer(args)
     optimizer = Adam(model.parameters(), lr=args.lr)

@@ -43,7 +43,7 @@ MUTANTS = [
            '"samples": len(self.epochs) * sum(self.global_batches)', check="samples|resumed", program=TRAIN),
     Mutant("steps of before the checkpoint are in the speed of a language model", "rpc_rnn/results.py",
            "# of an epoch\n", "# of an epoch\n        self.steps = len(epochs) * n_steps\n", test=f"{STOPPED}[rpc_rnn.main]"),
-    Mutant("a training that is over is refused", "param_server/data.py", 'state["epochs"] > args.epochs', 'state["epochs"] >= args.epochs',
+    Mutant("a training that is over is refused", CHECKPOINT, "args.epochs < behind", "args.epochs <= behind",
            test=f"{STOPPED}[param_server.main]"),
     Mutant("the settings are not saved", CHECKPOINT, '"settings": args.settings, ', "",
            test="tests/test_checkpoints.py::test_a_checkpoint_has_the_flags_of_its_training"),
