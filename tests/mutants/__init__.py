@@ -7,6 +7,7 @@
 Each module here has the mutants of one program.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -19,8 +20,9 @@ from pathlib import Path
 from tests import warm
 
 ROOT = Path(__file__).parent.parent.parent
+PYTEST = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider"]
 LIMIT_S = 300  # for one mutant: a run that hangs is ended by its test after 180
-NOT_COPIED = shutil.ignore_patterns(".*", "outputs", "docs", "__pycache__", "*.egg-info")
+NOT_COPIED = shutil.ignore_patterns(".*", "outputs", "results", "lessons", "__pycache__", "*.egg-info")  # of docs/ what is large
 
 
 @dataclasses.dataclass
@@ -49,14 +51,11 @@ class Mutant:
 
     def caught(self):
         """Run it; the line that caught it, or None if it survived."""
-        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-            tree = Path(folder, "tree")
-            shutil.copytree(ROOT, tree, ignore=NOT_COPIED)
+        with copied() as (tree, environ):
             path = tree / self.file
             text = path.read_text()
             assert text.count(self.old) == 1, f"{self.name}: {self.file} has {self.old!r} {text.count(self.old)} times"
             path.write_text(text.replace(self.old, self.new))
-            environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
             return self._caught_by_test(tree, environ) if self.test else self._caught_by_check(tree, environ)
 
     def _caught_by_check(self, tree, environ):
@@ -69,18 +68,34 @@ class Mutant:
         return None
 
     def _caught_by_test(self, tree, environ):
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-m", "", "-p", "no:cacheprovider", self.test]
-        status, output = _run(command, tree, environ)
+        status, output = _run([*PYTEST, "-n", "0", "-x", self.test], tree, environ)
         failed = [line for line in output.splitlines() if line.startswith(("FAILED", "E  "))]
         return f"{self.test}: {failed[0].strip()}" if status == 1 and failed else None
 
 
-def _run(command, folder, environ):
+@contextlib.contextmanager
+def copied():
+    """A copy of the repository, and an environment in which Python imports from there."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        tree = Path(folder, "tree")
+        shutil.copytree(ROOT, tree, ignore=NOT_COPIED)
+        yield tree, {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def failing(tests, at_once):
+    """The lines of those of these tests that fail in a copy without a mistake: they would catch any."""
+    with copied() as (tree, environ):
+        status, output = _run([*PYTEST, "-n", str(at_once), "-rfE", *tests], tree, environ, limit_s=len(tests) * LIMIT_S)
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed if status == 0 or failed else output.splitlines()[-5:]
+
+
+def _run(command, folder, environ, limit_s=LIMIT_S):
     """The status and output of a command; a mistake that hangs has the status 1 of what is caught by a limit."""
     process = warm.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
-        output, _ = process.communicate(timeout=LIMIT_S)
+        output, _ = process.communicate(timeout=limit_s)
         return process.returncode, output
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)

@@ -20,6 +20,8 @@ def main(argv=None):
         raise SystemExit(f"error: there are mutants of {', '.join(names)}")
     chosen = [(name, mutant) for name in ([program] if program else names)
               for mutant in importlib.import_module(f"tests.mutants.{name}").MUTANTS if part in mutant.name]
+    if (tests := sorted({mutant.test for _, mutant in chosen if mutant.test})) and (failed := mutants.failing(tests, AT_ONCE)):
+        raise SystemExit("\n".join(["error: what is to catch a mistake fails without one:", *failed]))
     tried, caught, by_check, survivors = Counter(), Counter(), 0, []
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for (name, mutant), line in zip(chosen, pool.map(lambda one: one[1].caught(), chosen), strict=True):
