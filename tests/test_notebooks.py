@@ -234,7 +234,7 @@ def test_it_runs(lessons, at_hand, warm_python, capfd):
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_it_runs_as_it_stands(at_hand, capfd):
-    """All commands, all checks: `pytest -n 0 -m soak tests/test_notebooks.py`, about 10 minutes on 2 cores."""
+    """All commands, all checks: `pytest -n 0 -m soak tests/test_notebooks.py`, 10 to 20 minutes on 2 cores."""
     printed = runs_quietly(at_hand, capfd, limit_s=900, short=False)  # CartPole takes as long as it takes
     assert "CartPole-v1 solved in" in printed
     assert "FAIL" not in printed
