@@ -100,7 +100,7 @@ def main(argv=None):
     print(f"{'':12}  splits  s/batch  times as fast as one process")
     for row in rows:
         print("{way:12}  {num_split:6}  {median_s:7.2f}  {speedup:.2f}".format(**row))
-    report.save_metrics(args, {"rows": rows}, backend="")
+    report.save_metrics(args, {"rows": rows}, backend=None)
     return rows
 
 

@@ -102,7 +102,7 @@ def main(argv=None):
             solved = "solved" if numbers["solved"] else "not solved"
             text += f", {solved} in {numbers['episodes']} episodes, {numbers['seconds']:.1f} s"
         print(text)
-    return report.save_metrics(args, {"mode": args.mode, "rows": rows}, backend="none")
+    return report.save_metrics(args, {"mode": args.mode, "rows": rows}, backend=None)
 
 
 if __name__ == "__main__":

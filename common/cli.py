@@ -23,7 +23,7 @@ from common.limits import (  # noqa: F401  lessons take what they check from her
     shortened,
 )
 
-# Seeds of generators are a few thousand times as large, and must stay below 2**63.
+# Seeds of generators are up to a million times as large, and must stay below 2**63.
 LARGEST_SEED = 2**31 - 1
 LARGEST_LR = 1e30  # Adam divides it by numbers below 1, and the result must be a float32
 TRANSPORTS = ("shm", "ibv", "uv")  # of TensorPipe: shared memory, InfiniBand, TCP

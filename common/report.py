@@ -115,14 +115,14 @@ def machine(args: argparse.Namespace, device: str | None = None) -> dict:
             "cpu_count": joblib.cpu_count(), "torch": torch.__version__}
 
 
-def save_metrics(args: argparse.Namespace, metrics: dict, backend: str,
+def save_metrics(args: argparse.Namespace, metrics: dict, backend: str | None,
                  device: str | None = None) -> dict:
     """Write `metrics` and what they ran on to `<output_dir>/metrics.json`; return the whole dict.
 
     Args:
         args: the parsed flags.
         metrics: the example's own keys, with `wall_s` from `launch`.
-        backend: gloo, nccl or tensorpipe.
+        backend: gloo, nccl or tensorpipe; None where there is none.
         device: "cpu" where the tensors are in main memory whatever `--device` is.
     """
     ran_on = {"example": args.example, "world_size": args.world_size, **machine(args, device),

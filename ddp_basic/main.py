@@ -100,7 +100,9 @@ def train(ddp_model: DDP, rank: int, device: torch.device,
         losses.append(report.require_finite(loss, f"at step {step}"))
         loss.backward()  # in here, DDP waits for all ranks and averages their gradients
         optimizer.step()
-    return [*losses, results.loss_on(inputs, labels, ddp_model.module, loss_fn)]
+    with torch.no_grad():  # only a measurement: on the model itself, without DDP
+        loss = loss_fn(ddp_model.module(inputs), labels)
+    return [*losses, report.require_finite(loss, "after the last step")]
 
 
 def gpu_of(device: torch.device) -> list[int] | None:
@@ -119,17 +121,19 @@ def demo_checkpoint(rank: int, world_size: int, args: argparse.Namespace) -> lis
 
     # Tutorial: one path in the temporary folder, where two runs overwrite each other's checkpoint.
     # The launcher removes what ends in .<process id>.tmp, should this process be killed.
-    path = [args.output_dir.resolve() / f".model.{os.getpid()}.tmp"]
-    dist.broadcast_object_list(path)  # rank 0's
+    # On several machines, --output_dir must be a folder that all of them see.
+    paths = [args.output_dir.resolve() / f".model.{os.getpid()}.tmp"]
+    dist.broadcast_object_list(paths)  # rank 0's
+    [path] = paths
     if rank == 0:  # all ranks have the same weights; several writers would race for the file
-        torch.save(ddp_model.state_dict(), path[0])
+        torch.save(ddp_model.state_dict(), path)
     dist.barrier()  # nobody may read before rank 0 has written
     # Saved from rank 0's device: without map_location, all ranks would load onto that one.
     # Tutorial: no weights_only; before torch 2.6, loading ran whatever code was in the file.
-    loaded_model.load_state_dict(torch.load(path[0], map_location=device, weights_only=True))
-    dist.barrier()  # Tutorial: none. Rank 0 may not delete before everybody has read
+    loaded_model.load_state_dict(torch.load(path, map_location=device, weights_only=True))
+    dist.barrier()  # Tutorial: deletes after a backward(), in which all have met. Here: before
     if rank == 0:
-        path[0].unlink()
+        path.unlink()
     return train(loaded_model, rank, device, args)
 
 

@@ -2,22 +2,8 @@
 
 import argparse
 import statistics
-from collections.abc import Callable
 
-import torch
 from common import report
-from torch import nn
-
-
-def loss_on(inputs: torch.Tensor, labels: torch.Tensor, model: nn.Module,
-            loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-    """Compute the loss of a model, without gradients.
-
-    Raises:
-        NotFiniteError: if it is not a number any more.
-    """
-    with torch.no_grad():
-        return report.require_finite(loss_fn(model(inputs), labels), "after the last step")
 
 
 def table(demo: str, rows: list, args: argparse.Namespace, show: bool) -> dict[str, object]:

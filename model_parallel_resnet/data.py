@@ -4,7 +4,6 @@ import argparse
 
 import torch
 from common.cli import given, on_cpu, ranks_here, refuse, require_memory
-from torch.nn import functional as F
 
 
 def get_batch(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
@@ -16,9 +15,10 @@ def get_batch(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
     """
     generator = torch.Generator().manual_seed(args.seed)
     size = args.batch_size, 3, args.image_size, args.image_size
-    images = torch.randn(size, generator=generator)
-    indices = torch.randint(args.num_classes, (args.batch_size,), generator=generator)
-    return images, F.one_hot(indices, args.num_classes).to(images.dtype)
+    inputs = torch.randn(size, generator=generator)
+    one_hot_indices = torch.randint(args.num_classes, (args.batch_size, 1), generator=generator)
+    labels = torch.zeros(args.batch_size, args.num_classes).scatter_(1, one_hot_indices, 1)
+    return inputs, labels
 
 
 def require_sizes(args: argparse.Namespace, roles: list[list[str]]) -> None:
@@ -84,8 +84,8 @@ def require_split_sizes(args: argparse.Namespace, split_sizes: list[int],
 
 
 def batch_bytes(args: argparse.Namespace, num_classes: int) -> int:
-    """Estimate the bytes of the images and of the one-hot targets, which were integers."""
-    return 4 * args.batch_size * 3 * (args.image_size**2 + num_classes)
+    """Estimate the bytes of the images and of the one-hot targets, in float32."""
+    return 4 * args.batch_size * (3 * args.image_size**2 + num_classes)
 
 
 def first_layers_bytes(args: argparse.Namespace) -> int:

@@ -104,7 +104,7 @@ def train_batch(model: EarlyResNet50, inputs: torch.Tensor, labels: torch.Tensor
     """Send each micro-batch forward and back in a thread of its own; step; return the loss.
 
     Raises:
-        Exception: what the first thread to fail raises, when all have ended.
+        Exception: that of the first micro-batch, by number, that failed; when all have ended.
     """
     loss_fn = nn.MSELoss()
 

@@ -227,7 +227,8 @@ def run_master(args: argparse.Namespace) -> dict:
 def run_worker(rank: int, world_size: int, args: argparse.Namespace,
                run_master: Callable[[argparse.Namespace], dict] = run_master) -> dict | None:
     """Train on rank 0, which returns the metrics; the others serve their shards."""
-    record_work(role_name(rank, world_size), ResNetShard1, ResNetShard2)  # for the table
+    # For the table. (It also keeps freed memory, and `optim.SGD` from becoming another class.)
+    record_work(role_name(rank, world_size), ResNetShard1, ResNetShard2)
     options = rpc_options(args, 8 + 2 * max(args.num_splits))  # threads: m + 1 suffice
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=options)

@@ -49,7 +49,8 @@ def record_work(role: str, *shards: type[nn.Module]) -> None:
     """Record the work of this process from now on, and let it keep the memory that it frees.
 
     Call it before a process has threads. The idle times are part of the result, and memory that
-    goes back to the system and is fetched again would be most of what is measured.
+    goes back to the system and is fetched again would be most of what is measured. A
+    `DistributedOptimizer` of SGD uses `optim.SGD` itself from now on, whose steps can be recorded.
 
     Args:
         role: of this process.

@@ -143,7 +143,7 @@ def synchronize(devices: list[torch.device]) -> None:
 
 def time_training(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
                   args: argparse.Namespace) -> tuple[float, list[float]]:
-    """Time `train`, as `timeit` does in the tutorial; return its seconds, and its losses."""
+    """Time `train`; return its seconds, and its losses."""
     synchronize(args.devices)
     start = time.perf_counter()
     losses = train(model, inputs, labels, args)
@@ -212,8 +212,9 @@ def measure(args: argparse.Namespace) -> list[dict]:
             for name, _, size in candidates]
     with report.progress(len(rows) * (1 + args.num_repeat), "run", role=ROLE) as bar:
         for repeat in range(1 + args.num_repeat):
-            # Tutorial: ten times the same in a row. In turns, what else the machine does slows all
-            # alike; in another order each time, for a run depends on what the last one has left.
+            # Tutorial: ten new models of a kind in a row, each timed once. In turns, what else the
+            # machine does slows all alike; in another order each time, for a run depends on what
+            # the last one has left.
             turns = list(zip(rows, candidates, strict=True))
             random.Random(args.seed + repeat).shuffle(turns)
             for row, (_, model, split_size) in turns:

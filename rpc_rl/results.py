@@ -76,11 +76,13 @@ class History:
 def refuse_what_cannot_end(args: argparse.Namespace) -> None:
     """Refuse, before any process starts, a threshold that is out of reach."""
     share = max(1, args.total_steps_per_episode // (args.world_size - 1))
-    longest = min(share, gym.spec(ENV_NAME).max_episode_steps)
-    if args.reward_threshold >= longest and not args.check:
-        refuse(f"--reward_threshold {args.reward_threshold:g} cannot be passed in {longest} steps, "
-               f"each observer's share of --total_steps_per_episode {args.total_steps_per_episode} "
-               f"with --world_size {args.world_size}; change one of them")
+    limit = gym.spec(ENV_NAME).max_episode_steps
+    if args.reward_threshold >= min(share, limit) and not args.check:
+        why = (f"{limit} steps, the most that {ENV_NAME} has; give less" if limit <= share else
+               f"{share} steps, each observer's share of --total_steps_per_episode "
+               f"{args.total_steps_per_episode} with --world_size {args.world_size}; "
+               "change one of them")
+        refuse(f"--reward_threshold {args.reward_threshold:g} cannot be passed in {why}")
 
 
 def finish(metrics: dict, args: argparse.Namespace) -> dict:

@@ -374,7 +374,7 @@ REFUSED = [
     ("ddp_rpc_hybrid.main", "--world_size 2", "at least 3"),
     *((name, "--num_classes 1", "at least 2") for name in ("ddp_rpc_hybrid.main", "model_parallel_resnet.main")),
     ("rpc_rl.main", "--world_size 12", "--reward_threshold 475 cannot be passed in 454 steps, each observer's share of"),
-    ("rpc_rl.main", "--reward_threshold 600", "--reward_threshold 600 cannot be passed in 500 steps"),
+    ("rpc_rl.main", "--reward_threshold 600", "--reward_threshold 600 cannot be passed in 500 steps, the most that CartPole-v1 has; give less"),
     ("rpc_rl.main", "--reward_threshold 500", "--reward_threshold 500 cannot be passed in 500 steps"),
     ("rpc_rl.main", "--rank 3 --world_size 3 --master_addr 127.0.0.1", "--rank 3 must be below --world_size 3"),
     ("rpc_rl.main", "--rank 1", "--rank 1 requires --master_addr HOST"),

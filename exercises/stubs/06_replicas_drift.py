@@ -32,4 +32,6 @@ def train(ddp_model: DDP, rank: int, device: torch.device,
         losses.append(report.require_finite(loss, f"at step {step}"))
         loss.backward()
         optimizer.step()
-    return [*losses, results.loss_on(inputs, labels, ddp_model.module, loss_fn)]
+    with torch.no_grad():
+        loss = loss_fn(ddp_model.module(inputs), labels)
+    return [*losses, report.require_finite(loss, "after the last step")]

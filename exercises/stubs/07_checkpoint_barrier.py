@@ -18,12 +18,13 @@ def demo_checkpoint(rank: int, world_size: int, args: argparse.Namespace) -> lis
     ddp_model = DDP(ToyModel().to(device), device_ids=gpu_of(device))
     loaded_model = DDP(ToyModel().to(device), device_ids=gpu_of(device))
 
-    path = [args.output_dir.resolve() / f".model.{os.getpid()}.tmp"]
-    dist.broadcast_object_list(path)
+    paths = [args.output_dir.resolve() / f".model.{os.getpid()}.tmp"]
+    dist.broadcast_object_list(paths)
+    [path] = paths
     if rank == 0:
-        torch.save(ddp_model.state_dict(), path[0])
-    loaded_model.load_state_dict(torch.load(path[0], map_location=device, weights_only=True))
+        torch.save(ddp_model.state_dict(), path)
+    loaded_model.load_state_dict(torch.load(path, map_location=device, weights_only=True))
     dist.barrier()
     if rank == 0:
-        path[0].unlink()
+        path.unlink()
     return train(loaded_model, rank, device, args)

@@ -6,7 +6,7 @@ MAIN, DATA, SKEW = "ddp_basic/main.py", "ddp_basic/data.py", "ddp_basic/skew.py"
 LOOP = "    for step in range(1, args.steps + 1):\n"
 MUTANTS = [
     Mutant("the checkpoint is never loaded", MAIN,
-           "        loaded_model.load_state_dict(torch.load(path[0], map_location=device, weights_only=True))\n"[4:],
+           "        loaded_model.load_state_dict(torch.load(path, map_location=device, weights_only=True))\n"[4:],
            "", check="checkpoint, weights"),
     Mutant("zero_grad forgotten", MAIN,
            LOOP + "        optimizer.zero_grad()\n", LOOP, check="basic, gradients"),
@@ -22,10 +22,10 @@ MUTANTS = [
     Mutant("the barrier after writing is forgotten", MAIN,
            "    dist.barrier()  # nobody may read before rank 0 has written\n", "", check="error: rank 1"),
     Mutant("the barrier before deleting is forgotten", MAIN,
-           "    dist.barrier()  # Tutorial: none. Rank 0 may not delete before everybody has read\n", "",
+           "    dist.barrier()  # Tutorial: deletes after a backward(), in which all have met. Here: before\n", "",
            check="error: rank 1"),
     Mutant("the path is not broadcast", MAIN,
-           "    dist.broadcast_object_list(path)  # rank 0's\n", "", check="error: rank 1"),
+           "    dist.broadcast_object_list(paths)  # rank 0's\n", "", check="error: rank 1"),
     Mutant("map_location forgotten", MAIN, "map_location=device, weights_only", "weights_only",
            check="how it is read"),
     Mutant("the split model loses its relu", MAIN, "x = self.relu(self.net1(x.to(self.dev0)))",
