@@ -218,12 +218,13 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace,
         rounds = Rounds(world_size - 1, args.num_episode)
         timed = {BATCHED: [], SINGLE: []}
         for episode in range(1 + args.num_episode):
-            for mode in (BATCHED, SINGLE):
-                # Tutorial: a run for each mode, timed with the start of its processes.
+            for batch in (True, False):
+                # Tutorial: a run for each, timed with the start of its processes.
                 started = time.perf_counter()
-                ep_reward = agent.run_episode(batch=mode == BATCHED)
-                agent.finish_episode(mode == BATCHED, ep_reward)
+                ep_reward = agent.run_episode(batch)
+                agent.finish_episode(batch, ep_reward)
                 seconds = time.perf_counter() - started
+                mode = BATCHED if batch else SINGLE
                 if episode > 0:  # the first one is the warm-up
                     timed[mode].append((seconds, env_steps(agent.returns)))
                 rounds.add(mode, episode)
@@ -258,6 +259,7 @@ def set_observers(args: argparse.Namespace) -> None:
     elif args.observers is None:
         args.observers = [3] if args.check else [1, 2, 5, 10]
     else:
+        args.observers = list(dict.fromkeys(args.observers))  # each once
         require_processes(flag, max(args.observers) + 1)
     if args.check and len(args.observers) > 1:
         refuse(f"{flag} must be a single number with --check")

@@ -110,8 +110,9 @@ class History:
 def require_room(args: argparse.Namespace) -> None:
     """Refuse more environments and steps than the memory of this machine can hold."""
     of_observer = args.envs_per_observer * (ENV_BYTES + args.num_steps * STEP_BYTES)
-    observers_here = sum(rank > 0 for rank in cli.ranks_here(args))
-    cli.require_memory(args, ["envs_per_observer", "num_steps"], observers_here * of_observer)
+    here = cli.ranks_here(args)
+    observers = args.world_size - 1 if 0 in here else len(here)  # the agent keeps all steps
+    cli.require_memory(args, ["envs_per_observer", "num_steps"], observers * of_observer)
 
 
 def finish(runs: dict[int, dict], args: argparse.Namespace) -> dict:

@@ -53,8 +53,6 @@ IN_DOCSTRINGS = {
         "{ddp_fsdp rows.replicas.sent_mb .1f} MB (replicas), "
         "{ddp_fsdp rows.optimizer.sent_mb .1f} MB (optimizer), "
         "{ddp_fsdp rows.full.sent_mb .1f} MB (full)"],
-    "ddp_rpc_hybrid/main.py": [
-        "(chance 12%) | {ddp_rpc_hybrid steps_per_s .0f} steps/s"],
     "p2p_collectives/ring_allreduce.py": [
         "RingAllReduce takes {ring rows.4.67108864.RingAllReduce.median_s ms} ms, "
         "{ring rows.4.67108864.RingAllReduce.vs_all_reduce .2f} times as fast as all_reduce"],
@@ -78,8 +76,7 @@ IN_DOCSTRINGS = {
         "(async): {param_server samples_per_s .0f} samples/s"],
     "ddp_rpc_hybrid/sharded_table.py": [
         "wins: {hybrid_tables tables.all_to_all.dense.100.steps_per_s .0f} steps/s per trainer "
-        "where main.py makes {hybrid_tables tables.server.dense.100.steps_per_s .0f} (",
-        "(chance 12%) | {hybrid_sharded steps_per_s .0f} steps/s"],
+        "where main.py makes {hybrid_tables tables.server.dense.100.steps_per_s .0f} ("],
     "ddp_rpc_hybrid/sharded_table_dtensor.py": [
         "makes {hybrid_tables tables.dtensor.dense.100.steps_per_s .0f} steps/s where "
         "sharded_table.py makes {hybrid_tables tables.all_to_all.dense.100.steps_per_s .0f} ("],

@@ -22,7 +22,8 @@ layer's gradients among the trainers, distributed autograd carries the others to
     python ddp_rpc_hybrid/main.py --check                    the same numbers as one process?
     torchrun --nproc_per_node 4 ddp_rpc_hybrid/main.py       under torchrun
 
-It ends with: 2 trainers: loss 2.50 -> 0.60, accuracy 15% -> 82% (chance 12%) | 99 steps/s per ...
+It ends with, about:
+    2 trainers: loss 2.50 -> 0.60, accuracy 15% -> 82% (chance 12%) | ...
 
 sharded_table.py trains the same model without a server: the rows are spread over the trainers.
 """

@@ -10,7 +10,7 @@ one's gradient too old. With K = 1, the second step of trainer2 has to wait here
 What it wins: with four trainers and K = 3, 658 samples/s in place of 434 with main.py, and no
 gradient older than 3 steps, where async_server.py makes 675 samples/s with gradients up to 5 steps
 old (medians on 2 cores: `python -m benchmarks.param_server_trainers`; docs/lessons/6_6.md).
-What it costs: two messages more in each step than async_server.py, as many as main.py, and the
+What it costs: two RPCs more in each step than async_server.py, as many as main.py, and the
 waiting: with K = 0 one trainer at a time, as in main.py.
 
     python param_server/bounded_server.py                      weights at most 1 step old
@@ -27,7 +27,7 @@ slowest. With N workers a gradient may then be about N times as many steps old.
 import contextlib
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from common.cli import Parser, bounded
@@ -155,11 +155,10 @@ class BoundedParameterServer(AsyncParameterServer):
 class BoundedTrainerNet(AsyncTrainerNet):
     """Asks before its forward."""
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> contextlib.AbstractContextManager[None]:
         """Wait until so few forwards are in flight that this one can be, too."""
         self.param_server_rref.rpc_sync().acquire_read(rpc.get_worker_info().id)
-        yield
+        return super().turn()
 
 
 class BoundedOptimizer(AsyncOptimizer):

@@ -144,7 +144,7 @@ class ParameterServer(nn.Module):
         return self.first_epoch
 
     def save(self, epochs: int) -> None:
-        """Write a checkpoint here, with the state of the random numbers, of which dropout draws."""
+        """Write a checkpoint here, with the CPU's random numbers; those of a GPU begin anew."""
         if self.args.checkpoint:
             with self.turn:  # nobody is in the middle of a step
                 checkpoint.save(self.args, {"model": self.model.state_dict(), "epochs": epochs,

@@ -126,16 +126,13 @@ class RNNModel(nn.Module):
     def forward(self, input: torch.Tensor, hidden: tuple[torch.Tensor, torch.Tensor],
                 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Turn tokens (T, B) and a state into scores (T, B, ntoken) and the next state."""
-        emb = self.look_up(input)
+        # Pass the input to the remote embedding table and get the embeddings back.
+        # Tutorial: _remote_method(EmbeddingTable.forward, ...), which RRefs have as rpc_sync().
+        emb = self.emb_table_rref.rpc_sync().forward(input)
         output, hidden = self.rnn(emb.to(self.device), hidden)
         # Pass the output to the remote decoder and get the scores back.
         decoded = self.decoder_rref.rpc_sync().forward(output.cpu())
         return decoded, hidden
-
-    def look_up(self, input: torch.Tensor) -> torch.Tensor:
-        """Pass the input to the remote embedding table and get the embeddings back."""
-        # Tutorial: _remote_method(EmbeddingTable.forward, ...), which RRefs have as rpc_sync().
-        return self.emb_table_rref.rpc_sync().forward(input)
 
     def parameter_rrefs(self) -> list[rpc.RRef]:
         """Return RRefs of all parameters: of the embedding table, the LSTM here, the decoder."""
@@ -161,7 +158,8 @@ class RNNModel(nn.Module):
 
     def init_hidden(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the state before the first token: twice (nlayers, B, nhid)."""
-        return torch.zeros(2, self.nlayers, batch_size, self.nhid, device=self.device).unbind()
+        shape = self.nlayers, batch_size, self.nhid
+        return torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device)
 
 
 def _parameter_rrefs(module: nn.Module) -> list[rpc.RRef]:
@@ -179,7 +177,7 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
                               for tokens in (language.train, language.val))
     model = model_class(PS_NAME, language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout,
                         args.seed, args.device)
-    opt = model.make_optimizer(args)  # a DistributedOptimizer
+    opt = model.make_optimizer(args)  # DistributedOptimizer(Adam, model.parameter_rrefs(), ...)
     criterion = nn.CrossEntropyLoss()
     epochs, initial_val_loss = (
         saving.restore(model, opt, rank, args) if args.resume
@@ -193,8 +191,8 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
         for data, target in get_next_batch(train_table, args.bptt):
             # The context holds the gradients of this step, on the trainer and on the server.
             with dist_autograd.context() as context_id:
-                # Tutorial: detach_(), which views refuse. The values go on, their history ends.
-                hidden = (hidden[0].detach(), hidden[1].detach())
+                hidden[0].detach_()  # the values go on, their history ends
+                hidden[1].detach_()
                 output, hidden = model(data, hidden)
                 # Tutorial: criterion(output, target), whose axis of classes was the batch.
                 loss = criterion(output.flatten(0, 1), target.flatten())
@@ -237,7 +235,7 @@ def build_parser(example: str = "rpc_rnn", description: str = __doc__) -> Parser
     add("--nhid", type=count, default=64, metavar="N", help="size of the LSTM's state")
     add("--nlayers", type=count, default=1, metavar="N", help="layers of the LSTM")
     add("--dropout", type=bounded(float, at_least=0, at_most=1), default=0.0, metavar="P",
-        help="of embeddings and the LSTM's output; small texts need some")
+        help="of embeddings, between layers, of the LSTM's output; small texts need some")
     add("--lr", type=bounded(float, above=0), default=0.005, help="learning rate")
     parser.add_checkpoint_flags()
     return parser

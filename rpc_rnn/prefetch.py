@@ -60,14 +60,17 @@ class PrefetchingModel(tutorial.RNNModel):
     embeddings = None  # of the piece that is read next
     next_tokens = None  # those of the piece after that, of the one text that this trainer reads
 
-    def look_up(self, input: torch.Tensor) -> torch.Tensor:
-        """Return embeddings (T, B, ninp) of tokens (T, B), a leaf of this process's graph."""
+    def forward(self, input: torch.Tensor, hidden: tuple[torch.Tensor, torch.Tensor],
+                ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Do as `RNNModel.forward`; in training, with embeddings that are here already."""
         if not torch.is_grad_enabled():  # validation reads other tokens
-            return super().look_up(input)
+            return super().forward(input, hidden)
         if self.embeddings is None:  # of the first piece of an epoch, after set_mode()
             self.embeddings = rpc.rpc_sync(self.emb_table_rref.owner(), look_up,
                                            args=(self.emb_table_rref, input))
-        return self.embeddings.requires_grad_()
+        emb = self.embeddings.requires_grad_()  # a leaf of this process's graph
+        output, hidden = self.rnn(emb.to(self.device), hidden)
+        return self.decoder_rref.rpc_sync().forward(output.cpu()), hidden
 
     def make_optimizer(self, args: Namespace) -> DistributedOptimizer:
         """Make an optimizer whose step also looks up what the model reads next."""

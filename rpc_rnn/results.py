@@ -180,11 +180,11 @@ def finish(metrics: dict, args: Namespace) -> dict:
         print(f"\n{metrics['sample']}\n")
     before, after = metrics["initial_val_loss"], metrics["epochs"][-1]["val_loss"]
     floor = "" if args.corpus else f" (the source's entropy is {metrics['entropy_floor']:.2f})"
-    speed = (f"{metrics['steps_per_s']:.0f} steps/s" if metrics["steps_per_s"]
-             else "nothing left to train")
+    speed = (f"{metrics['steps_per_s']:.0f} steps/s, "
+             f"{metrics['rpc_round_trips_per_step']} RPC round trips a step"
+             if metrics["steps_per_s"] else "nothing left to train")
     print(f"loss {before:.2f} -> {after:.2f}{floor} | "
-          f"validation perplexity {metrics['perplexity']:.2f} | "
-          f"{speed}, {metrics['rpc_round_trips_per_step']} RPC round trips a step")
+          f"validation perplexity {metrics['perplexity']:.2f} | {speed}")
     return metrics
 
 

@@ -76,7 +76,7 @@ class SharedRNNModel(tutorial.RNNModel):
         """Return RRefs of all parameters on the first trainer, elsewhere those of the LSTM."""
         if dist.get_rank() == 0:
             return super().parameter_rrefs()
-        return [rpc.RRef(param) for param in self.rnn.parameters()]
+        return tutorial._parameter_rrefs(self.rnn)
 
     def make_optimizer(self, args: Namespace) -> DistributedOptimizer:
         """Make an optimizer for the global batch; only the first trainer's has the tables."""

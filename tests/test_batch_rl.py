@@ -2,13 +2,10 @@
 
 import functools
 import json
-import threading
 from argparse import Namespace
 
 import pytest
-import torch
 from common.program import run_program
-from torch.futures import Future
 
 from batch_rl import double_buffering, until_solved
 from batch_rl import main as batch_rl
@@ -16,74 +13,6 @@ from batch_rl.results import finish_training, shown_first
 from benchmarks import batch_rl as benchmark
 from benchmarks import one_process
 from tests.helpers import args_of, commands_in, results_of, script
-
-
-class Here:
-    """What the requests bring for an RRef, where there is no RPC."""
-
-    def __init__(self, agent):
-        self.agent = agent
-
-    def local_value(self):
-        return self.agent
-
-
-@pytest.fixture
-def agent():
-    """Without observers and RPC: what they would call is called here."""
-    agent = object.__new__(batch_rl.Agent)
-    agent.device, agent.lock = torch.device("cpu"), threading.Lock()
-    agent.policy, agent.running_reward = batch_rl.Policy(), 0.0
-    agent.ob_rrefs, agent.agent_rref = [None] * 3, Here(agent)
-    agent.saved_log_probs, agent.states, agent.future_actions = [], {}, Future()
-    return agent
-
-
-# --- pieces
-
-
-def test_states_may_change_after_they_were_sent(agent):
-    """The tutorial copies each step's states into the same tensor, which autograd still needs: backward fails."""
-    for _ in range(2):
-        for ob_id in range(3):
-            batch_rl.Agent.select_action_batch(agent.agent_rref, ob_id, torch.randn(1, 4).tolist())
-    agent.log_probs(batch=True).sum().backward()
-
-
-@pytest.mark.parametrize("n_envs", [1, 4])
-def test_log_probs_have_one_shape_in_both_modes(agent, n_envs):
-    """In the tutorial (observers, steps, 1) met rewards of (steps, observers), and broadcasting mixed the observers."""
-    states = torch.randn(5, 3, n_envs, 4).tolist()
-    agent.policy.eval()
-    for batch in (True, False):
-        agent.saved_log_probs = [] if batch else [[], [], []]
-        select = batch_rl.Agent.select_action_batch if batch else batch_rl.Agent.select_action
-        for of_step in states:
-            for ob_id, of_observer in enumerate(of_step):
-                select(agent.agent_rref, ob_id, of_observer)
-        assert agent.log_probs(batch).shape == (3, n_envs, 5)
-
-
-def test_loss_refuses_to_broadcast(agent):
-    agent.optimizer = torch.optim.SGD(agent.policy.parameters())
-    agent.log_probs = lambda batch: torch.zeros(2, 5, 1, requires_grad=True)
-    agent.returns = torch.rand(2, 5, 1)
-    agent.finish_episode(True, 1.0)
-    agent.returns = torch.zeros(2, 5)
-    with pytest.raises(AssertionError):
-        agent.finish_episode(True, 1.0)
-
-
-def test_returns():
-    def returns(rewards, terminated, gamma=0.5, n_steps=100):
-        observer = object.__new__(batch_rl.Observer)
-        observer.gamma = gamma
-        return observer.returns(rewards, terminated, n_steps)
-
-    assert returns([1, 1, 1], True) == [1.75, 1.5, 1.0]
-    assert returns([1, 1], False) == [2.0, 2.0]
-    assert returns([1, 1], False, gamma=1.0) == [102.0, 101.0]  # at most as long as an episode
-
 
 # --- what it computes
 

@@ -32,8 +32,8 @@ CHECKS = {
         "--seed 5 --gamma 0.5 --world_size 2 --reward_threshold 2": 12,
     },
     "rpc_rl.fast": {
-        f"{RL} --world_size 4 --total_steps_per_episode 36 --max_episodes 4 --truncation terminal": 9,
-        "--gamma 0 --world_size 2 --reward_threshold 2": 9,
+        f"{RL} --world_size 4 --total_steps_per_episode 36 --max_episodes 4": 9,
+        "--gamma 0 --world_size 2 --reward_threshold 2 --truncation terminal": 9,
     },
     "batch_rl.main": {
         f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 16,

@@ -4,17 +4,11 @@ import json
 
 import torch
 from torch import nn
-from torch.futures import Future
 
 from ddp_rpc_hybrid import main as hybrid
 from tests.helpers import args_of, commands_in, results_of, script
 
-# --- data and roles
-
-
-def test_roles():
-    assert [hybrid.role_name(rank, 4) for rank in range(4)] == ["trainer0", "trainer1", "master", "ps"]
-    assert [hybrid.role_name(rank, 3) for rank in range(3)] == ["trainer0", "master", "ps"]
+# --- data
 
 
 def test_targets_can_be_learned(tmp_path):
@@ -26,26 +20,6 @@ def test_targets_can_be_learned(tmp_path):
     torch.manual_seed(args.seed)
     table = nn.EmbeddingBag(args.num_embeddings, args.embedding_dim, mode="sum").weight
     assert (table - teacher.table).abs().min() > 0
-
-
-def test_the_master_passes_each_trainers_rank_and_no_timeout(monkeypatch, tmp_path):
-    calls = []
-
-    def rpc_async(*arguments, **options):
-        calls.append((arguments, options))
-        future = Future()
-        future.set_result("result")
-        return future
-
-    for name, value in (("rpc_async", rpc_async), ("remote", lambda *_, **__: "table"),
-                        ("init_rpc", lambda *_, **__: None), ("shutdown", lambda: None)):
-        monkeypatch.setattr(hybrid.rpc, name, value)
-    monkeypatch.setattr(hybrid, "rpc_options", lambda args: None)
-    monkeypatch.setattr(hybrid.results, "over_trainers", list)
-    args = args_of(hybrid, tmp_path, "--world_size", 5)
-    assert hybrid.run_worker(3, 5, args) == ["result"] * 3
-    assert calls == [((f"trainer{rank}", hybrid._run_trainer), {"args": ("table", rank, args), "timeout": 0})
-                     for rank in range(3)]
 
 
 # --- what it computes

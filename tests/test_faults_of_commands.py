@@ -337,22 +337,16 @@ def test_closed_streams(closed, tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {"go", "outputs", "tmp", "run0.in", "run1.in"}
 
 
-def test_surroundings(tmp_path):
-    """A left-over TORCHELASTIC_RUN_ID: as if it were not there; too many threads: one line."""
-    cases = {
-        "stale": ([], {"TORCHELASTIC_RUN_ID": "none"}, 0, ""),
-        "threads": ([], {"OMP_NUM_THREADS": "9999999"}, 2, "error: OMP_NUM_THREADS=9999999 must be at most 1024\n"),
-    }
-    with contextlib.ExitStack() as stack:
-        runs = {}
-        for name, (flags, env, *_) in cases.items():
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "go").touch()
-            runs[name] = stack.enter_context(running(script("tests/phases.py", *flags), tmp_path / name, env=env))
-        for name, run in runs.items():
-            _, err = run.communicate(timeout=SOON_S)
-            assert (name, run.returncode, err) == (name, *cases[name][2:])
-            nothing_left(run, tmp_path / name)
+@pytest.mark.parametrize(("env", "ended"), [
+    ({"TORCHELASTIC_RUN_ID": "none"}, (0, "")),  # left over: as if it were not there
+    ({"OMP_NUM_THREADS": "9999999"}, (2, "error: OMP_NUM_THREADS=9999999 must be at most 1024\n")),
+], ids=["stale", "threads"])
+def test_surroundings(env, ended, tmp_path):
+    (tmp_path / "go").touch()
+    with running(script("tests/phases.py"), tmp_path, env=env) as run:
+        _, err = run.communicate(timeout=SOON_S)
+        assert (run.returncode, err) == ended
+        nothing_left(run, tmp_path)
 
 
 @pytest.mark.parametrize("inodes", [2, 3])

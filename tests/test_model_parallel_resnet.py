@@ -1,7 +1,6 @@
 """Tutorial 6_7."""
 
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from common.tracing import timeline
 from benchmarks import model_parallel_resnet as benchmark
 from model_parallel_resnet import check, measuring, results
 from model_parallel_resnet import main as rpc_pipeline
-from model_parallel_resnet.main import DistResNet50
 from tests.helpers import commands_in, results_of, script
 
 MAIN = "model_parallel_resnet/main.py"
@@ -42,45 +40,6 @@ def test_two_shards_are_the_whole(arch, monkeypatch):
     assert torch.equal(second(Here(first(Here(images), 0)), 0), whole(images))
     ours, theirs = check.layers_of_both(args)
     assert ours == theirs
-
-
-def test_initial_weights_of_both_shards():
-    """The tutorial initializes ResNetShard1 only; and no two tensors begin with the same numbers."""
-    args = SimpleNamespace(arch="resnet18", num_classes=10, seed=0)
-    convolutions = [module.weight for shard in check.shards_of(args)
-                    for module in shard.modules() if isinstance(module, torch.nn.Conv2d)]
-    for weight in convolutions:
-        fan_out = weight.shape[0] * weight.shape[2] * weight.shape[3]
-        assert weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.1)
-    beginnings = torch.stack([weight.flatten()[:1000] for weight in convolutions])
-    assert (torch.corrcoef(beginnings) - torch.eye(len(convolutions))).abs().max() < 0.25
-
-
-@pytest.mark.parametrize(("batch_size", "num_split", "sizes"), [
-    (32, 4, [8, 8, 8, 8]), (7, 3, [3, 2, 2]), (5, 4, [2, 1, 1, 1]), (10, 6, [2, 2, 2, 2, 1, 1]), (3, 1, [3])])
-def test_num_split_is_a_number_of_micro_batches(batch_size, num_split, sizes, monkeypatch):
-    """Not the size of one, as in the tutorial's `xs.split`; and exactly that number, unlike `xs.chunk`."""
-    def forward(x_rref, i):
-        future = torch.futures.Future()
-        future.set_result(x_rref.to_here())
-        return future
-
-    class Shard:
-        def __init__(self, *_, **__):
-            pass
-
-        def remote(self):
-            return SimpleNamespace(forward=lambda x_rref, i: x_rref)
-
-        def rpc_async(self):
-            return SimpleNamespace(forward=lambda x_rref, i: seen.append(len(x_rref.to_here())) or forward(x_rref, i))
-
-    seen = []
-    monkeypatch.setattr(rpc_pipeline.rpc, "remote", Shard)
-    monkeypatch.setattr(rpc_pipeline, "RRef", Here)
-    xs = torch.arange(batch_size)
-    assert torch.equal(DistResNet50(num_split, ["worker1", "worker2"], "resnet18", 10, "cpu", 0)(xs), xs)
-    assert seen == sizes
 
 
 def test_spans_wait_for_a_gpu(monkeypatch):

@@ -3,11 +3,8 @@
 import json
 
 import pytest
-import torch
-from torch.utils.data import TensorDataset
 
 from p2p_collectives import ring_allreduce, train
-from p2p_collectives.data import batches, steps_of_epoch
 from p2p_collectives.ring_allreduce_results import fit
 from p2p_collectives.train import DataPartitioner
 from tests.helpers import LIMIT_S, args_of, commands_in, results_of, running, script
@@ -82,38 +79,8 @@ def test_no_model_of_one_size():
 # --- training
 
 
-@pytest.mark.parametrize("n_samples", [7, 100, 1437])
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_partitions_cover_everything_once(n_samples, parts):
-    """The tutorial rounds each length down, and loses the rest."""
-    partitioner = DataPartitioner(range(n_samples), [1 / parts] * parts, seed=3)
-    used = [partitioner.use(part) for part in range(parts)]
-    assert sorted(torch.cat([part.index for part in used]).tolist()) == list(range(n_samples))
-    assert max(map(len, used)) - min(map(len, used)) <= 1
-    again = DataPartitioner(range(n_samples), [1 / parts] * parts, seed=3)  # another rank
-    assert all(torch.equal(one.index, again.use(part).index) for part, one in enumerate(used))
-    assert used[0][0] == used[0].index[0]
-
-
 def test_partitions_of_the_tutorial():
     assert [len(part) for part in DataPartitioner(range(10)).partitions] == [7, 2, 1]
-
-
-@pytest.mark.parametrize(("world_size", "global_batch_size"), [(1, 128), (2, 128), (3, 128), (8, 8), (4, 5000)])
-def test_batches_add_up(world_size, global_batch_size):
-    """In the tutorial, a batch size is a float; here no sample is lost and no rank has more steps than another."""
-    data = TensorDataset(torch.zeros(1437, 1), torch.zeros(1437))
-    partitioner = DataPartitioner(data, [1 / world_size] * world_size)
-    joined = steps_of_epoch(partitioner.partitions, global_batch_size)
-    assert all(type(size) is int for size in joined)
-    assert max(joined) <= global_batch_size + 1
-    pieces = [[(len(labels), share) for _, labels, share in batches(partitioner.use(rank), joined, rank)]
-              for rank in range(world_size)]
-    assert sum(joined) == 1437
-    for step, size in enumerate(joined):
-        assert sum(of_rank[step][0] for of_rank in pieces) == size
-        assert sum(of_rank[step][1] for of_rank in pieces) == pytest.approx(1)
-        assert min(of_rank[step][0] for of_rank in pieces) >= 1
 
 
 def without_all_reduce(rank, world_size, args):
@@ -161,15 +128,6 @@ def test_resume_on_two_machines(free_port, tmp_path_factory):
 
 
 # --- ways to meet
-
-
-def test_three_ways_to_meet(tmp_path):
-    folder, lines = results_of(script("p2p_collectives/init_methods.py"), tmp_path)
-    assert lines[-1] == "env, tcp, file: 3 ranks found each other 3 times, and their sum is 6 each time"
-    metrics = json.loads((folder / "metrics.json").read_text())
-    for meeting, word in zip(metrics["meetings"], ("MASTER_ADDR=", "tcp://127.0.0.1:", "file:///"), strict=True):
-        assert [row["rank"] for row in meeting["ranks"]] == [0, 1, 2]
-        assert all(word in row["knew"] for row in meeting["ranks"])
 
 
 def test_two_terminals(tmp_path):

@@ -5,36 +5,19 @@ import itertools
 import json
 import random
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from param_server import bounded_server
 from param_server import main as param_server
 from param_server.async_server import AsyncParameterServer
 from param_server.bounded_server import Bound, BoundedParameterServer
-from param_server.data import get_next_batch
 from tests.helpers import args_of, commands_in, results_of, run, script
 from tests.test_data import write_mnist
 
 # --- pieces
-
-
-def test_every_trainer_has_its_own_images(tmp_path):
-    args = args_of(param_server, tmp_path, "--world_size", 4)
-    train_set, orders = TensorDataset(torch.arange(100), 10 * torch.arange(100)), {}
-    for rank in (1, 2, 3):
-        for epoch in (0, 1):
-            batches = list(get_next_batch(train_set, rank, epoch, args))
-            assert all(torch.equal(labels, 10 * images) for images, labels in batches)
-            orders[rank, epoch] = torch.cat([images for images, _ in batches]).tolist()
-    assert sorted(sum((orders[rank, 0] for rank in (1, 2, 3)), [])) == list(range(100))
-    for rank in (1, 2, 3):
-        assert sorted(orders[rank, 0]) == sorted(orders[rank, 1])
-        assert orders[rank, 0] != orders[rank, 1]
 
 
 def test_dropout_of_the_right_kind():
@@ -44,19 +27,6 @@ def test_dropout_of_the_right_kind():
 
 
 SERVERS = [param_server.ParameterServer, AsyncParameterServer, BoundedParameterServer]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("server_class", SERVERS)
-def test_mode_reaches_the_network(server_class, world_size, tmp_path):
-    """In the tutorial, `model.eval()` stays with the trainer's wrapper, and the accuracy has dropout on."""
-    server = server_class(args_of(bounded_server, tmp_path, "--world_size", world_size, "--device", "cpu"))
-    images = torch.randn(8, 1, 28, 28)
-    server.set_mode(False)
-    assert torch.equal(server(images), server(images))
-    assert torch.equal(server(images), server.model(images))
-    server.set_mode(True)
-    assert not torch.equal(server(images), server(images))
 
 
 @pytest.mark.parametrize("server_class", SERVERS)
@@ -72,22 +42,6 @@ def test_a_step_between_forward_and_backward(server_class, tmp_path):
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def test_turns(tmp_path):
-    """One at a time; whoever waits goes on when it is over."""
-    server, entered = param_server.ParameterServer(args_of(param_server, tmp_path, "--device", "cpu")), []
-
-    def take_turn(number):
-        server.acquire()
-        entered.append(number)
-        assert len(entered) == 1
-        entered.clear()
-        server.release()
-
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(take_turn, range(40))) == [None] * 40
-    assert server.turn.acquire(blocking=False)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 3, 7, 1000])
@@ -145,16 +99,6 @@ def test_a_checkpoint_has_no_half_step(program, lock, monkeypatch, tmp_path):
     monkeypatch.setattr("common.checkpoint.save", lambda *_: held.append(getattr(server, lock).locked()))
     server.save(1)
     assert held == [True]
-
-
-def test_all_gather(tmp_path):
-    """Every trainer receives the values of all, in the order of the ranks; and again."""
-    server = param_server.ParameterServer(args_of(param_server, tmp_path, "--device", "cpu", "--world_size", 3))
-    with ThreadPoolExecutor(1) as thread:
-        for values in ("ab", "cd"):
-            second = thread.submit(server.all_gather, 2, values[1])
-            assert not second.done()
-            assert server.all_gather(1, values[0]) == second.result() == list(values)
 
 
 # --- what it computes

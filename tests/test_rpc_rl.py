@@ -12,62 +12,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from benchmarks import rpc_rl as benchmark
 from rpc_rl import main as rpc_rl
 from tests.helpers import args_of, commands_in, listening, nothing_left, processes, running, script
 
 # --- what it computes
-
-
-def agent_without_rpc(gamma=0.99, truncation="bootstrap"):
-    """An agent of which only the arithmetic is used; its log-probabilities are parameters."""
-    agent = object.__new__(rpc_rl.Agent)
-    agent.args = SimpleNamespace(gamma=gamma, truncation=truncation)
-    agent.eps, agent.running_reward = torch.finfo(torch.float32).eps, 0.0
-    return agent
-
-
-def learned(rewards, terminated, **options):
-    """What `finish_episode` would change each action's log-probability by."""
-    agent = agent_without_rpc(**options)
-    log_probs = torch.zeros(sum(map(len, rewards.values())), requires_grad=True)
-    agent.rewards, agent.terminated = rewards, terminated
-    agent.log_probs = lambda: log_probs
-    agent.optimizer = torch.optim.SGD([log_probs], lr=1.0)
-    reward = agent.finish_episode()
-    assert reward == min(map(sum, rewards.values()))
-    assert agent.running_reward == pytest.approx(0.05 * reward)
-    return log_probs.detach()
-
-
-def test_returns():
-    returns = agent_without_rpc(gamma=0.5).returns
-    assert returns([1, 1, 1], True) == [1.75, 1.5, 1.0]
-    assert agent_without_rpc(gamma=0.0).returns([1, 2, 4], True) == [1, 2, 4]
-    assert agent_without_rpc(gamma=1.0).returns([1, 2, 4], True) == [7, 6, 4]
-    assert returns([1, 1], False) == [2.0, 2.0]
-    assert agent_without_rpc(gamma=0.5, truncation="terminal").returns([1, 1], False) == [1.5, 1.0]
-
-
-def test_returns_do_not_leak_between_observers():
-    """The tutorial runs one R over the joined rewards: the first observer's last step would be worth 3, not 1."""
-    changes = learned({1: [1.0], 2: [1.0, 1.0]}, {1: True, 2: True}, gamma=1.0)
-    returns = torch.tensor([1.0, 2.0, 1.0])
-    torch.testing.assert_close(changes, (returns - returns.mean()) / returns.std(correction=0))
-
-
-def test_a_truncated_episode_has_not_terminated():
-    """Perfect balance up to the limit must not look like a failure near its end."""
-    changes = {truncation: learned({1: [1.0] * 500, 2: [1.0] * 500}, {1: False, 2: False}, truncation=truncation)
-               for truncation in ("bootstrap", "terminal")}
-    assert changes["bootstrap"].abs().max() < 1e-3  # nothing to learn from
-    assert changes["terminal"][499] < -2  # the tutorial: the last, perfect step is the worst of all
-
-
-def test_one_step_gives_no_nan():
-    assert torch.isfinite(learned({1: [1.0]}, {1: True})).all()
 
 
 def test_benchmark(tmp_path):

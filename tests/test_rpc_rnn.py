@@ -10,7 +10,7 @@ import torch
 
 from rpc_rnn import main as rpc_rnn
 from rpc_rnn import prefetch, results, several_trainers
-from rpc_rnn.data import MarkovChain, columns, get_next_batch, load_language
+from rpc_rnn.data import MarkovChain, load_language
 from tests.helpers import ROOT, args_of, results_of, run, script
 
 MAIN = "rpc_rnn/main.py"
@@ -53,18 +53,6 @@ def test_data_are_no_uninitialised_memory(tmp_path):
     assert not torch.equal(one.train, other.train)
     assert not torch.equal(one.train[: len(one.val)], one.val)
     assert set(one.train.tolist()) == set(range(one.ntoken)) == set(one.val.tolist())
-
-
-def test_targets_are_the_next_tokens():
-    tokens = torch.arange(64)
-    tables = [columns(tokens, batch_size=3, trainer=trainer, n_trainers=2) for trainer in range(2)]
-    assert [table.shape for table in tables] == [(10, 3), (10, 3)]
-    assert len(set(torch.cat(tables).flatten().tolist())) == 60  # no token is read by two trainers
-    seen = []
-    for data, target in get_next_batch(tables[1], bptt=4):
-        assert torch.equal(target, data + 1)
-        seen.append(len(data))
-    assert seen == [4, 4, 1]
 
 
 # --- what it computes

@@ -45,7 +45,8 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
         history.begin_epoch()
         for data, target in get_next_batch(train_table, args.bptt):
             with dist_autograd.context() as context_id:
-                hidden = (hidden[0].detach(), hidden[1].detach())
+                hidden[0].detach_()
+                hidden[1].detach_()
                 output, hidden = model(data, hidden)
                 loss = criterion(output.flatten(0, 1), target.flatten())
                 dist_autograd.backward(context_id, [loss])

@@ -48,7 +48,7 @@ MUTANTS = [
     Mutant("the steps of one observer for all", MAIN, "env_steps(agent.returns)", "env_steps(agent.returns[:1])", check="times"),
     Mutant("the fastest episode for the median", "batch_rl/results.py", "statistics.median(steps / seconds", "max(steps / seconds",
            test="tests/test_reports.py::test_batch_rl"),
-    Mutant("single and batched exchanged", MAIN, "batch=mode == BATCHED)", "batch=mode == SINGLE)", check="episodes|error"),
+    Mutant("single and batched exchanged", MAIN, "agent.run_episode(batch)", "agent.run_episode(not batch)", check="episodes|error"),
     Mutant("running reward of the last episode only", MAIN, "0.5 * ep_reward + 0.5 * self.running_reward",
            "ep_reward", check="running reward"),
     Mutant("training ends too early", "batch_rl/until_solved.py", "while agent.running_reward <= args.reward_threshold",

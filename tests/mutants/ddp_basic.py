@@ -16,7 +16,7 @@ MUTANTS = [
            check="basic, gradients"),
     Mutant("all ranks have the same samples", DATA, "1000 * seed + 1 + rank", "1000 * seed + 1",
            check="samples", program=MAIN),
-    Mutant("step forgotten", MAIN, "        optimizer.step()\n    return", "    return", check="basic, (weights|gradients|losses)"),
+    Mutant("step forgotten", MAIN, "        optimizer.step()\n    with torch.no_grad():  # only", "    with torch.no_grad():  # only", check="basic, (weights|gradients|losses)"),
     Mutant("only rank 0 loads", MAIN, "    loaded_model.load_state_dict(",
            "    if rank == 0:\n        loaded_model.load_state_dict(", check="checkpoint, weights"),
     Mutant("the barrier after writing is forgotten", MAIN,

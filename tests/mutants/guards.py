@@ -25,8 +25,8 @@ MUTANTS = [
     Mutant("open files do not limit the processes", LIMITS, "min(files, memory)", "memory",
            test=f"{FLAGS}::test_open_files_limit_the_processes"),
     # Flags that do not go together.
-    accepted("a threshold out of reach", "rpc_rl/results.py", "args.reward_threshold >= longest and not args.check"),
-    Mutant("a threshold just out of reach", "rpc_rl/results.py", "args.reward_threshold >= longest", "args.reward_threshold > longest",
+    accepted("a threshold out of reach", "rpc_rl/results.py", "args.reward_threshold >= min(share, limit) and not args.check"),
+    Mutant("a threshold just out of reach", "rpc_rl/results.py", "args.reward_threshold >= min(share", "args.reward_threshold > min(share",
            test=f"{FLAGS}::test_bad_input"),
     Mutant("an episode as long as the threshold", "batch_rl/until_solved.py", "args.num_steps <= args.reward_threshold",
            "args.num_steps < args.reward_threshold", test=f"{FLAGS}::test_bad_input"),

@@ -20,7 +20,8 @@ MUTANTS = [
            old="hidden = model.init_hidden(args.batch_size)\n",
            new="hidden = hidden if epoch else model.init_hidden(args.batch_size)\n"),
     Mutant("state not detached", **MAIN, check="error|without history",
-           old="hidden = (hidden[0].detach(), hidden[1].detach())", new="hidden = (hidden[0], hidden[1])"),
+           old="                hidden[0].detach_()  # the values go on, their history ends\n                hidden[1].detach_()\n",
+           new=""),
     Mutant("optimizer does not know the decoder", **MAIN, check="weights after each step, decoder",
            old="        remote_params.extend(self.decoder_rref.rpc_sync().parameter_rrefs())\n", new=""),
     Mutant("optimizer made anew in each epoch", **MAIN, check="weights after each step",
@@ -79,7 +80,7 @@ MUTANTS = [
            old="(None, None)]", new="pieces[0]]"),
     Mutant("validation reads what the training has prefetched", **PREFETCH, check="error|validation, loss",
            old="        if not torch.is_grad_enabled():  # validation reads other tokens\n"
-               "            return super().look_up(input)\n", new=""),
+               "            return super().forward(input, hidden)\n", new=""),
     Mutant("looked up again in the forward pass", **PREFETCH, check="training, loss",
            old="        if self.embeddings is None:  #", new="        if True:  #"),
     Mutant("the gradient of the embeddings lost", **PREFETCH, check="gradients in the context, table",
