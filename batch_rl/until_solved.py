@@ -72,6 +72,10 @@ def main(argv: list[str] | None = None) -> dict | None:
     """Train, or `--check`; return metrics or differences where they are reported, else None."""
     args = build_parser().parse_args(argv)
     require_room(args)
+    limit = gym.spec(ENV_NAME).max_episode_steps
+    if args.reward_threshold >= limit and not args.check:
+        refuse(f"--reward_threshold {args.reward_threshold:g} cannot be passed in {limit} steps, "
+               f"the most that {ENV_NAME} has; give less")
     if args.num_steps <= args.reward_threshold and not args.check:
         refuse(f"--num_steps {args.num_steps} must be above --reward_threshold "
                f"{args.reward_threshold:g}: otherwise no episode is long enough")

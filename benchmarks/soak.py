@@ -443,6 +443,7 @@ def summary(rows: dict[str, Counter], lost: list[str], where: str) -> str:
              *([row, *(counts.get(column, "") for column in columns)]
                for row, counts in sorted(rows.items()))]
     trials = sum(counts[column] for counts in rows.values() for column in columns[:-4])
+    trials -= sum(counts[NOT_HERE] for counts in rows.values())
     return "\n".join([
         f"Lost: **{len(lost) or 'nothing'}**; {trials} trials on {where}.", "",
         *(f"- {what}" for what in lost), *[""] * bool(lost),

@@ -25,7 +25,8 @@ from ddp_basic import fsdp as lesson
 from ddp_basic.check import TOLERANCE, WHY, samples_of
 
 LAYERS, WIDEST = 3, 63  # hidden ones; units in each
-EPOCHS, STEPS, NOT_USED = 4, 2, 5  # of each training; of an epoch; samples that fill no batch
+EPOCHS, STEPS = 4, 2  # of each training; of an epoch
+NOT_USED = 5  # samples, at most, that fill no batch
 STOPPED_IN = 2  # the epoch whose checkpoint is not finished
 # Of the formula, and bytes on top for each rank: gloo's headers, rows that fill up.
 MOST_SENT = 1.5, 5_000
@@ -195,7 +196,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     """Print what was compared; return `{what: difference}` where it is reported, else None."""
     args.epochs, args.width = EPOCHS, min(args.width, WIDEST)
-    args.samples = STEPS * args.global_batch_size + NOT_USED
+    args.samples = STEPS * args.global_batch_size + min(NOT_USED, args.global_batch_size - 1)
     alone = args.rank is None and not dist.is_torchelastic_launched()
     with tempfile.TemporaryDirectory() as folder:
         args.folder, args.resumed = Path(folder, "checkpoints"), False

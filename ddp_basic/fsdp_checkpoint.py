@@ -120,8 +120,8 @@ def errors_in_one_line(folder: Path) -> Iterator[None]:
     except (CheckpointException, OSError) as error:
         failures = getattr(error, "failures", {dist.get_rank(): (error, None)})
         cause, _ = failures.get(dist.get_rank()) or next(iter(failures.values()))
-        why = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
-        raise NotSavedError(f"could not use {folder}: {why}") from None
+        why = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+        raise NotSavedError(f"could not use {folder}: {why.splitlines()[0]}") from None
 
 
 def about(folder: Path) -> dict:

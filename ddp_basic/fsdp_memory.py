@@ -79,7 +79,10 @@ def bytes_sent() -> int | None:
 
 def require_room(args: argparse.Namespace, layers: int) -> None:
     """Refuse a `--width` whose weights, gradients and moments this machine cannot hold."""
-    n_bytes = 16 * count(args.width, layers) * len(ranks_here(args))
+    ways = HELD if args.sharding == "all" else [args.sharding]
+    # At least 1: at first, each rank makes the whole network.
+    sizes = max(1, *(sum(HELD[way](args.world_size)) for way in ways))
+    n_bytes = 4 * sizes * count(args.width, layers) * len(ranks_here(args))
     require_memory(args, ["width"], n_bytes)
 
 

@@ -162,7 +162,10 @@ def demo_model_parallel(rank: int, world_size: int, args: argparse.Namespace) ->
         dev1 = torch.device("cuda", n_ranks_here + int(os.environ["LOCAL_RANK"]))  # no rank's dev0
     torch.manual_seed(args.seed)
     mp_model = ToyMpModel(dev0, dev1)
-    ddp_mp_model = DDP(mp_model)  # no device_ids: the model has two devices and moves its inputs
+    # nccl's group here is bound to one GPU of each rank, and this model has two: gloo.
+    group = dist.new_group(backend="gloo") if dev1 != dev0 else None
+    # No device_ids: the model has two devices and moves its inputs.
+    ddp_mp_model = DDP(mp_model, process_group=group)
     return train(ddp_mp_model, rank, dev1, args)
 
 

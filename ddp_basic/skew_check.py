@@ -27,7 +27,7 @@ class SeenDelays(Seen):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
-        self.together, self.delays = [], []
+        self.together, self.delays, self.spans = [], [], []
         self.begin("skew")
 
 
@@ -57,7 +57,8 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
             hook = ddp_model.register_forward_pre_hook(first_forward)
             with mock.patch.object(lesson, "time", SimpleNamespace(
                     perf_counter=time.perf_counter, sleep=sleep)):
-                return original(ddp_model, *given)
+                seen.spans.append(original(ddp_model, *given))
+            return seen.spans[-1]
 
         metrics = lesson.run_worker(rank, world_size, args)
     return compare(metrics, everyone, args) if rank == 0 else None
@@ -80,18 +81,25 @@ def compare(metrics: dict, everyone: list[SeenDelays], args: argparse.Namespace)
     findings.equal("skew, delays", [one.delays for one in everyone], [
         [0.0] * args.steps + [args.delay * (rank == args.slow_rank)] * args.steps
         for rank in range(args.world_size)], "--delay on --slow_rank alone", "rank")
-    compare_times(findings, metrics, args)
+    compare_times(findings, metrics, [one.spans for one in everyone], args)
     return findings.as_dict()
 
 
-def compare_times(findings: Comparison, metrics: dict, args: argparse.Namespace) -> None:
-    """Hold the times that were measured: they have bounds only, and medians."""
+def compare_times(findings: Comparison, metrics: dict, recorded: list[list],
+                  args: argparse.Namespace) -> None:
+    """Hold the times that were measured: they have bounds only, and medians.
+
+    Args:
+        recorded: of each rank, the spans of the training without a slow rank, and of that with it.
+    """
     medians = [[statistics.median(backward - start for start, backward, _ in spans),
                 statistics.median(end - backward for _, backward, end in spans),
-                statistics.median(end - start for start, _, end in spans)]
-               for spans in metrics["spans"]]
-    reported = zip(metrics["compute_s"], metrics["wait_s"], metrics["step_s"], strict=True)
-    findings.equal("skew, reported times", list(reported), medians,
+                statistics.median(end - start for start, _, end in spans),
+                statistics.median(end - start for start, _, end in even_spans)]
+               for even_spans, spans in recorded]
+    names = ("compute_s", "wait_s", "step_s", "even_step_s")
+    reported = [list(of_rank) for of_rank in zip(*map(metrics.get, names), strict=True)]
+    findings.equal("skew, reported times", reported, medians,
                    "medians of the recorded times", unit="rank")
     if args.delay < 0.1 or args.world_size == 1:
         return  # too short to be distinguished from a busy machine

@@ -281,7 +281,8 @@ def _waits_for(worker: str, workers: Sequence[str], pieces: list[dict], ends: di
         part = "between" if "forward" in before else "first"
         return part, ends.get((first, kind, number), until) if worker == second else 0.0
     part = "between" if "backward" in before else "turn"
-    return part, ends.get((second, kind, number), until) if worker == first else 0.0
+    waits = worker == first and kind == "backward"  # an "add" needs what this worker has made
+    return part, ends.get((second, kind, number), until) if waits else 0.0
 
 
 def rows_of(spans: Spans, workers: Sequence[str], num_splits: list[int],

@@ -161,7 +161,7 @@ EXTREMES = {
     "ddp_basic.main": (f"{LARGEST} --world_size 7 --steps 1", 24),
     "ddp_basic.skew": ("--world_size 5 --steps 1 --slow_rank 4 --delay 0", 9),
     "ddp_basic.elastic": (f"{LARGEST} --world_size 5 --global_batch_size 1435", 26),
-    "ddp_basic.fsdp": (f"{LARGEST} --world_size 7 --global_batch_size 7 --width 1", 59),
+    "ddp_basic.fsdp": (f"{LARGEST} --world_size 4 --global_batch_size 4 --width 1", 59),
     "ddp_basic.pitfalls": ("--kind uneven --world_size 5 --steps 1", 2),
     "ddp_rpc_hybrid.main": (f"{LARGEST} --world_size 7 --num_embeddings 1 --embedding_dim 1 --num_classes 2", 19),
     "ddp_rpc_hybrid.sharded_table": ("--world_size 5 --num_embeddings 2 --embedding_dim 1 --num_classes 2", 76),

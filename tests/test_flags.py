@@ -376,6 +376,7 @@ REFUSED = [
     ("rpc_rl.main", "--world_size 12", "--reward_threshold 475 cannot be passed in 454 steps, each observer's share of"),
     ("rpc_rl.main", "--reward_threshold 600", "--reward_threshold 600 cannot be passed in 500 steps, the most that CartPole-v1 has; give less"),
     ("rpc_rl.main", "--reward_threshold 500", "--reward_threshold 500 cannot be passed in 500 steps"),
+    ("batch_rl.until_solved", "--num_steps 1000 --reward_threshold 600", "--reward_threshold 600 cannot be passed in 500 steps"),
     ("rpc_rl.main", "--rank 3 --world_size 3 --master_addr 127.0.0.1", "--rank 3 must be below --world_size 3"),
     ("rpc_rl.main", "--rank 1", "--rank 1 requires --master_addr HOST"),
     ("rpc_rl.main", "--master_addr 127.0.0.1", "--master_addr 127.0.0.1 requires --rank R"),

@@ -89,14 +89,14 @@ def test_failure_is_told_once(capfd):
 def die_while_writing(rank, world_size, args):
     if rank == 1:
         for folder in (args.output_dir, args.checkpoint.parent):
-            (folder / f".file.{os.getpid()}.tmp").write_text("half a ")
+            (folder / f".run.pt.{os.getpid()}.tmp").write_text("half a ")
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 
 def test_what_a_killed_rank_was_writing_is_removed(tmp_path, capfd):
     (tmp_path / "elsewhere").mkdir()
-    others = tmp_path / "elsewhere" / ".file.999999999.tmp"
+    others = tmp_path / "elsewhere" / ".run.pt.999999999.tmp"
     others.write_text("of a run that still writes")
     args = parse("--output_dir", str(tmp_path))
     args.checkpoint = tmp_path / "elsewhere" / "run.pt"

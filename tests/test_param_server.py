@@ -122,7 +122,7 @@ def test_it_learns(name, tmp_path):
     flags = ["--epochs", 2, "--batch_size", 16, "--lr", 0.04]
     folder, lines = results_of(script(*command[1:], *flags), tmp_path, cold=True)
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert metrics["test_accuracy"] > 0.85
+    assert metrics["test_accuracy"] > 0.8  # by chance 0.1; which trainer comes first is chance, too
     assert metrics["epochs"][-1]["loss"] < 0.6 * metrics["epochs"][0]["loss"]
     assert ("staleness" in metrics) == (name == "async_server")
     if name == "async_server":

@@ -54,7 +54,7 @@ class Routed(NamedTuple):
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     """Print what was compared; return `{what: difference}` where it is reported, else None."""
     args.steps, args.program = min(args.steps, STEPS), program.__name__
-    # As many buckets as of the program's model.
+    # Nearly twice as many buckets as of the program's model: a number has 8 bytes (4 in MIXED).
     args.bucket_kb = max(1, args.bucket_kb * UNITS**2 // Shape().units**2)
     if {*MIXED, "plain"} & {*args.ways}:
         args.device = "cpu"  # whose kernels round as the oracle, and keep what is derived
@@ -759,7 +759,7 @@ def grid_by_torch(moved: bool) -> Callable[..., dict]:
         moved: to a mesh of a single column.
     """
     def formula(args, n, sizes):
-        row = 1 if moved else args.row
+        row = 1 if moved and args.steps > 1 else args.row
         columns = n // row
         of_row = Namespace(**{**vars(args), "batch_size": args.batch_size // columns})
         local = {}

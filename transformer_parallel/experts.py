@@ -2,7 +2,7 @@ r"""Mixture of experts: many MLPs, of which each token sees one; each rank has s
 
 In each block a router gives every token the probability of each of E experts. The token goes to the
 most probable one, and what comes back is multiplied by that probability, through which the router
-learns. So the model has E times the weights of an MLP, and a token costs as much as before.
+learns. So the model has E times the weights of an MLP, and a token costs about as much as before.
 
                  rank 0's tokens         rank 1's tokens
     route        e0 e2 e2 e1 ...         e3 e0 e2 e2 ...
@@ -21,8 +21,7 @@ part of the loss that is shown.
     replicas      all E                   nothing, but the gradients of all experts are averaged
     experts       E / N                   4 all-to-alls of E x C x units: forward, backward
     uneven        E / N                   1 all-to-all of counts; 4 of the places that are not empty
-    functional    as experts, with torch's exchange, which has its backward: of all this, torch has
-                  nothing else
+    functional    as experts, with torch's exchange, which has its backward
 
     python transformer_parallel/experts.py                          on four ranks
     python transformer_parallel/experts.py --twin                   torch's own beside them
@@ -279,7 +278,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     copies = args.world_size if "replicas" in args.ways else 1
     results.require_room(args, copies, mlps=args.experts, places=places)
     data_parallel.require_equal_parts(args)
-    if args.experts % args.world_size:
+    if args.experts % args.world_size and {*args.ways} != {"replicas"}:
         refuse(f"--experts {args.experts} must be a multiple of {args.world_size} ranks: each has "
                "as many")
     return run_program(run_worker, args, role_name, finish)

@@ -256,9 +256,10 @@ class WaysParser(Parser):
         self.own, self.twins = [way for way in ways if way not in twins.values()], twins
         add, count = self.add_argument, bounded(int, at_least=1)
         add("--ways", choices=ways, nargs="+", metavar="WAY",
-            help=f"some of {', '.join(ways)} (default: not torch's own)")
+            help=f"some of {', '.join(ways)} (default: all but those of --twin)")
         add("--twin", action="store_true",
-            help=f"torch's own beside them: {', '.join(twins.values())}; --check has them, too")
+            help=f"torch's own beside them: {', '.join(twins.values())}; --check without --ways "
+                 "has them, too")
         add("--steps", type=count, default=10, metavar="N", help="optimizer steps of each way")
         add("--batch_size", type=count, default=24, metavar="N",
             help="rows of all ranks, in a step")

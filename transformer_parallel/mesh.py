@@ -20,7 +20,7 @@ only this rank's part of the gradients.
     pipeline         the list of layers cut for all   whole on each rank, in pieces
     data_tensor      each layer cut in a row          a part for each row: the gradients are
     data_pipeline    the list of layers cut in a row      averaged along the columns
-    torch            parallelize_module in a row, fully_shard in a column: no part is there twice
+    torch            parallelize_module in a row, fully_shard in a column, where no part is twice
     moved            the same; half way it saves, and goes on with all ranks in one column
 
 A checkpoint of `torch.distributed.checkpoint` (DCP) knows of each DTensor which rectangle of the
@@ -58,7 +58,7 @@ from transformer_parallel.model import Shape, Transformer
 from transformer_parallel.pipeline import OneFOneB
 from transformer_parallel.tensor_parallel import TensorParallel, TorchTensorParallel, cut_by_torch
 
-CHECKPOINT = "checkpoint"  # the folder in --output_dir, while a training moves
+CHECKPOINT = "mesh.moved"  # the folder in --output_dir, while a training moves
 
 
 class Grid(Way):
@@ -114,7 +114,7 @@ class Moved(TorchMesh):
     def after_step(self) -> None:
         """Move, once: half way."""
         self.steps_made += 1
-        if self.steps_made == (self.args.steps + 1) // 2:
+        if self.steps_made == self.args.steps // 2:
             self.move()
 
     def move(self) -> None:
@@ -185,7 +185,13 @@ def main(argv: list[str] | None = None) -> dict | None:
         refuse(f"--row {args.row} must divide the {args.world_size} ranks")
     results.require_room(
         args, copies=args.world_size if "data" in args.ways else args.world_size // args.row)
-    data_parallel.require_equal_parts(args)
+    ways = {*args.ways}
+    parts = (args.world_size if {"data", "moved"} & ways else
+             args.world_size // args.row if {"data_tensor", "data_pipeline", "torch"} & ways else 1)
+    if args.batch_size % parts:
+        what = "ranks" if parts == args.world_size else "rows of ranks"
+        refuse(f"--batch_size {args.batch_size} must be a multiple of {parts} {what}: every part "
+               "has as many rows")
     in_a_row = {"data_tensor", "torch", "moved"} & {*args.ways}
     cuts = args.world_size if "tensor" in args.ways else args.row if in_a_row else 1
     shape = Shape()

@@ -23,8 +23,9 @@ share what cores there are, so the seconds show no bubble; it is computed from t
     python transformer_parallel/pipeline.py --micro_batches 4
     python transformer_parallel/pipeline.py --check         the same numbers as one process?
 
-Sources: Huang et al., "GPipe", https://arxiv.org/abs/1811.06965; Narayanan et al., "PipeDream",
-https://arxiv.org/abs/1806.03377, and for `interleaved` https://arxiv.org/abs/2104.04473.
+Sources: Huang et al., "GPipe", https://arxiv.org/abs/1811.06965; for 1F1B Harlap et al.,
+"PipeDream", https://arxiv.org/abs/1806.03377, there without an end of each step; with one, and for
+`interleaved`, Narayanan et al., https://arxiv.org/abs/2104.04473.
 """
 
 from argparse import Namespace
@@ -134,7 +135,7 @@ class Pipeline(Way):
         """Compute all actions; return the loss, where the last stage is, and 0 elsewhere."""
         self.tokens, self.targets = tokens.chunk(self.m), targets.chunk(self.m)
         self.held = {}  # {(stage, micro): (input, output, request that sends the output)}
-        self.returning = []  # [(request, gradient)]: until it is sent, it must stay
+        self.returning = []  # [(request, gradient)]: what is being sent must stay; all of a step
         self.total = torch.zeros((), device=tokens.device)
         for kind, micro, stage in self.order:
             (self.forward if kind == "F" else self.backward)(stage, micro)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from common import report
-from common.cli import require_memory
+from common.cli import ranks_here, require_memory
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,7 @@ MB = 1e6
 
 
 def require_room(args: Namespace, copies: int, mlps: int = 1, places: float = 1,
-                 scores: float = 3) -> None:
+                 scores: float = 0) -> None:
     """Refuse a model and a batch that do not fit into the memory of this machine.
 
     Args:
@@ -29,7 +29,8 @@ def require_room(args: Namespace, copies: int, mlps: int = 1, places: float = 1,
         copies: of the model, on all ranks together.
         mlps: in each block.
         places: for each token in these MLPs, also where they stay empty.
-        scores: how many times all ranks together have T x T of them, for each head of each block.
+        scores: how many times all ranks together have T x T of them, for each head of each block;
+            torch's attention has none, the oracle all.
 
     Raises:
         SystemExit: 2 after one line.
@@ -37,12 +38,14 @@ def require_room(args: Namespace, copies: int, mlps: int = 1, places: float = 1,
     shape = Shape()
     # Attention has 4 units^2, an MLP 8: both with gradients and AdamW's two moments.
     weights = (4 + 8 * mlps) * shape.units**2 * args.blocks
-    # A token needs 40 times its units in each block, of which 16 are kept for backward.
-    of_token = ((28 + 12 * max(1, places)) * shape.units
-                + scores * shape.heads * args.seq_len) * args.blocks
-    held = 4 * (4 * copies * weights + of_token * args.seq_len * args.batch_size)
+    # A token needs 16 times its units in each block, which are kept for backward.
+    of_token = ((4 + 12 * max(1, places)) * shape.units
+                + (3 if args.check else scores) * shape.heads * args.seq_len) * args.blocks
+    here = len(ranks_here(args))
+    held = (4 * copies * weights + of_token * args.seq_len * args.batch_size) / args.world_size
+    n_bytes = 4 * here * max(weights, held)  # at first, each rank makes all of the model
     flags = ("experts", "capacity_factor", "blocks", "batch_size", "seq_len")
-    require_memory(args, [flag for flag in flags if flag in args], held)
+    require_memory(args, [flag for flag in flags if flag in args], n_bytes)
 
 
 def mean_of_ranks(value: torch.Tensor) -> float:
@@ -86,7 +89,8 @@ class Meter:
     def now(self) -> float:
         """Return the time in seconds, when the device has done what it was given."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            # Not all streams: nccl's work is what `waiting` is to wait for.
+            torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
 
     def measured(self) -> dict:

@@ -2,14 +2,14 @@
 
     with Traffic() as traffic:
         train_step(...)
-    traffic.calls, traffic.sent          # {"all_reduce": 52}, {"all_reduce": 6239808}
+    traffic.calls, traffic.sent          # {"all_reduce": 68}, {"all_reduce": 6184512.0}
 
 Every communication of `torch.distributed` is an operator of torch, `c10d::allreduce_` or
-`_c10d_functional::all_reduce`, which a dispatch mode sees. What is counted are the bytes that one
-of n ranks sends if the collective goes round a ring, which is the least that it can. For a tensor
-of B bytes, that is 2 B (n-1)/n in an all-reduce; B (n-1)/n in a reduce-scatter, an all-gather of B
-bytes in all, or an all-to-all in equal parts; B in a send. An all-to-all in other parts sends what
-it does not keep.
+`_c10d_functional::all_reduce`, which a dispatch mode sees; it does not see what the operators of
+DTensor send by themselves. Counted are those in `NAMES`, and the bytes that one of n ranks sends if
+the collective goes round a ring, which is the least that it can. For a tensor of B bytes, that is
+2 B (n-1)/n in an all-reduce; B (n-1)/n in a reduce-scatter, an all-gather of B bytes in all, or an
+all-to-all in equal parts; B in a send. An all-to-all in other parts sends what it does not keep.
 """
 
 from collections import Counter

@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d, rpc
 
 # An environment variable: what script the fork server should import.
 MAIN_PATH = "DISTRIBUTED_TUTORIALS_MAIN"
+LAUNCHER = "DISTRIBUTED_TUTORIALS_LAUNCHER"
 ERROR = 2  # of TORCH_CPP_LOG_LEVEL
 PR_SET_PDEATHSIG = 1  # of prctl.h
 

@@ -11,12 +11,13 @@ import warnings
 from multiprocessing import forkserver, util
 from pathlib import Path
 
-from common.launcher.environment import MAIN_PATH, quiet, wake_with_parent
+from common.launcher.environment import LAUNCHER, MAIN_PATH, quiet, wake_with_parent
 from common.launcher.worker import exit_now
 
 # The launcher has blocked these for the start. From here on the workers, which inherit this, end by
 # them in silence.
-launcher = os.getppid()
+# The launcher may be dead by now: then another process is our parent.
+launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 wake_with_parent()
 quiet()
@@ -45,7 +46,7 @@ def remove_socket() -> None:
         time.sleep(0.01)
     else:
         return  # it lives, and will start another server
-    # Without this private name, an empty folder would stay.
+    # Without this private name, the folder would stay.
     address = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_address", None)
     folder = Path(address or "").parent
     if folder.name.startswith("pymp-"):

@@ -80,12 +80,16 @@ def _start_and_watch(run_worker: Callable, args: Namespace, names: list[str]) ->
             verdict = watch.Failure(ranks[0], "was interrupted")
         except CannotStartError as error:
             verdict = watch.Failure(args.rank, f"cannot start {count(ranks)}: {error}")
+        except Exception as error:
+            verdict = watch.Failure(ranks[0], f"was left: its launcher raised {error!r}")
+            raise
         finally:
             if launcher:
                 launcher.close(verdict)
             processes.stop()
         if interruption.happened:
-            print(f"\ninterrupted; stopped {count(ranks)}", file=sys.stderr, flush=True)
+            stopped = ranks if processes.by_rank else []  # or it was before any had started
+            print(f"\ninterrupted; stopped {count(stopped)}", file=sys.stderr, flush=True)
             raise SystemExit(130)
         if verdict:
             started = [process.rank for process in processes.by_rank.values()]
@@ -284,8 +288,11 @@ class Process:
         status = self.process.exitcode
         if status is None or status == 255:  # of the fork server, for "I do not know"
             return watch.Failure(self.rank, "died")
-        return watch.Failure(self.rank, f"was killed by {signal.Signals(-status).name}"
-                             if status < 0 else watch.exited(status))
+        if status >= 0:
+            return watch.Failure(self.rank, watch.exited(status))
+        named = -status in {*signal.Signals}  # not a real-time signal
+        name = signal.Signals(-status).name if named else f"signal {-status}"
+        return watch.Failure(self.rank, f"was killed by {name}")
 
 
 def start_fork_server(run_worker: Callable) -> None:
@@ -301,8 +308,10 @@ def start_fork_server(run_worker: Callable) -> None:
     modules = [*PRELOAD, run_worker.__module__, "common.launcher.fork_server"]
     os.environ[environment.MAIN_PATH] = main if main and run_worker.__module__ == "__main__" else ""
     forkserver.set_forkserver_preload([module for module in modules if module != "__main__"])
+    os.environ[environment.LAUNCHER] = str(os.getpid())
     forkserver.ensure_running()
-    os.environ.pop(environment.MAIN_PATH, None)
+    for name in (environment.MAIN_PATH, environment.LAUNCHER):
+        os.environ.pop(name, None)
 
 
 def wake_resource_tracker() -> None:

@@ -117,7 +117,8 @@ class Watcher:
                 watch_over(Parent(me, args, theirs), names, neighbours, address, listener)
             except BaseException:
                 traceback.print_exc()
-            os._exit(0)
+            finally:
+                os._exit(0)
         theirs.close()
         if listener is not None:
             listener.close()
@@ -220,13 +221,15 @@ def watch_over(parent: Parent, names: list[str], neighbours: range,
         launcher.close(None)
         return
     # One line on each machine: from beside the rank to blame, or where that is not here, from the
-    # first one. None if torchrun has begun to end all ranks: it shows why.
+    # first one, unless that has left. None if torchrun has begun to end all ranks: it shows why.
     reporter = verdict.rank if verdict.rank in neighbours else neighbours[0]
     if me == reporter and not parent.stopping:
-        watch.report(verdict, names)
+        with contextlib.suppress(OSError):  # nobody may read it any more
+            watch.report(verdict, names)
     launcher.close(verdict)
     if me != reporter:  # torchrun takes the first rank that ends for the cause, and ends the others
         parent.wait(5.0, also_stopping=True)
+    parent.sentinel.setblocking(False)  # full, where a frozen rank has not taken minutes of beats
     with contextlib.suppress(OSError):
         parent.sentinel.send(b"!")  # the rank ends
     parent.wait(3.0)

@@ -1,6 +1,7 @@
 """What a rank does beside its work: it beats, it reports its failure, it leaves."""
 
 import gc
+import glob
 import json
 import os
 import re
@@ -223,10 +224,12 @@ def remove_leftovers(pids: Sequence[int], args: Namespace) -> None:
     `report.replacing` puts the id of its process into the name.
     """
     checkpoint, writers = getattr(args, "checkpoint", None), {str(pid) for pid in pids}
-    for folder in {args.output_dir, args.output_dir if checkpoint is None else checkpoint.parent}:
-        for leftover in folder.glob(".*.*.tmp"):
-            if leftover.name.split(".")[-2] in writers:
-                leftover.unlink(missing_ok=True)
+    leftovers = [*args.output_dir.glob(".*.*.tmp")]
+    if checkpoint is not None:  # in its folder, other runs may be writing theirs
+        leftovers += checkpoint.parent.glob(f".{glob.escape(checkpoint.name)}.*.tmp")
+    for leftover in leftovers:
+        if leftover.name.split(".")[-2] in writers:
+            leftover.unlink(missing_ok=True)
 
 
 def failure_of(rank: int, error: BaseException, timeout: float) -> watch.Failure:
@@ -284,5 +287,5 @@ def last_place(text: str) -> str | None:
 def _nobody_reads() -> bool:
     """Return whether the standard output is a pipe without a reader."""
     poll = select.poll()
-    poll.register(1, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    poll.register(1, select.POLLOUT)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

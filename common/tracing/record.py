@@ -24,7 +24,7 @@ from types import ModuleType
 import common.program
 import torch.distributed as dist
 from common import report
-from common.cli import refuse
+from common.cli import refuse, starts_rank
 from common.launcher import watch
 from common.recorder import gathered
 from common.tracing import merge, messages, page, timeline, work
@@ -197,6 +197,8 @@ def main(argv: list[str] | None = None) -> dict | None:
 
     def traced(run_worker, args, role_name):
         folder, failed, failures = args.output_dir / RECORD, True, []
+        if starts_rank(args, 0):  # what an earlier run has left
+            shutil.rmtree(folder, ignore_errors=True)
         tell = watch.report
         watch.report = lambda failure, *more: (failures.append(failure), tell(failure, *more))
         try:
