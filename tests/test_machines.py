@@ -121,7 +121,7 @@ def test_a_checkpoint_that_one_machine_does_not_see(machines, port, tmp_path):
         for run in runs:
             _, err = run.communicate(timeout=90)
             assert run.returncode == 1, err
-            assert "error: rank 1 (rank1) finds no checkpoint of rank 0 in out1/checkpoint: --ways moved needs an" in err, err
+            assert "error: rank 1 (rank1) finds no checkpoint of rank 0 in out1/mesh.moved: --ways moved needs an" in err, err
         nothing_left(runs[0], tmp_path, *runs[1:])
 
 
