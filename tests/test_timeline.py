@@ -210,6 +210,8 @@ TRACED = {  # flags, and what is recorded in each process
 def test_traced(program, tmp_path):
     """A lesson without a line for it: the processes, what they did, and where that stands."""
     flags, expected = TRACED[program]
+    (tmp_path / record.RECORD).mkdir()
+    (tmp_path / record.RECORD / "rank-7").write_text("of an earlier run, which failed")
     record.main([str(timeline.ROOT / program), *flags, "--output_dir", str(tmp_path)])
     assert kinds(tmp_path) == expected
     for event in events_of(tmp_path):
