@@ -180,7 +180,7 @@ class SharedMemory:
 
 
 class HierarchicalAllReduce:
-    """Sums a contiguous tensor in place, when called, over all ranks of all machines.
+    """Sums a contiguous float32 tensor in place, when called, over all ranks of all machines.
 
     Of M machines with n ranks each, n rings of M ranks carry a slice each. So a machine sends
     2 (M-1)/M tensors; in one ring of all ranks it would be 2 (Mn-1)/(Mn), in 2(Mn-1) messages

@@ -12,7 +12,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 # Ways to make them, as `shared_memory.py` names them.
 SHARED, COPIED = "shared_memory", "shared_memory_copied"
 HIERARCHICAL = "hierarchical"
-SMALL_BYTES = 2**17  # of a tensor for which the ranks wait once; from here on, twice
+SMALL_BYTES = 2**17  # of the largest tensor for which the ranks wait once; above, twice
 MACHINE_WORDS = {"en": ("one machine", "{machines} machines"),
                  "ja": ("1台のマシン", "{machines}台のマシン")}
 WORDS = {
