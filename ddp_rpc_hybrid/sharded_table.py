@@ -18,9 +18,8 @@ The server of main.py applies the trainers' steps of the table one by one, in an
 gradients of a step are added up and applied together, to the weights that all have looked up.
 
 What it wins: 132 steps/s per trainer where main.py makes 81 (100 rows, two trainers on 2 cores:
-`python -m benchmarks.ddp_rpc_hybrid_tables`), and nobody keeps the whole table of the
-model (each draws it once, at the start). What it costs: all trainers wait for the slowest in each
-step.
+`python -m benchmarks.ddp_rpc_hybrid_tables`), and nobody keeps the model's whole table (each draws
+it once, at the start). What it costs: all trainers wait for the slowest in each step.
 
     python ddp_rpc_hybrid/sharded_table.py --world_size 2     N processes are N trainers
     python ddp_rpc_hybrid/sharded_table.py --check            the same numbers as one process?

@@ -20,7 +20,7 @@ import torch
 from common.launcher.network import interface_towards
 from torch.distributed import distributed_c10d, rpc
 
-# An environment variable: what script the fork server should import.
+# Environment variables for the fork server: what script it should import, and who has started it.
 MAIN_PATH = "DISTRIBUTED_TUTORIALS_MAIN"
 LAUNCHER = "DISTRIBUTED_TUTORIALS_LAUNCHER"
 ERROR = 2  # of TORCH_CPP_LOG_LEVEL

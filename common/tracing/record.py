@@ -198,7 +198,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     def traced(run_worker, args, role_name):
         folder, failed, failures = args.output_dir / RECORD, True, []
         if starts_rank(args, 0):  # what an earlier run has left
-            shutil.rmtree(folder, ignore_errors=True)
+            for left in folder.glob("rank-*"):
+                left.unlink(missing_ok=True)
         tell = watch.report
         watch.report = lambda failure, *more: (failures.append(failure), tell(failure, *more))
         try:
