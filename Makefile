@@ -2,10 +2,9 @@
 # make quick   the tests that one runs after each edit
 # make test    the test suite, on the CPU: of each mechanism one row for each kind of program
 # make test-all  every row for every program, and learn-check, as to be run each night (about an hour)
-# make soak    kills, full disks, many runs at once, again and again (20 minutes); writes docs/reliability.md
 # make mutants realistic mistakes, one at a time: does --check see them? (about an hour)
 # make learn   the workbook: write a part of a lesson, and its oracle judges it (exercises/README.md)
-# make learn-check  do all exercises fail as shipped, and pass when they are solved? (25 minutes)
+# make learn-check  do all exercises fail as shipped, and pass when they are solved? (a quarter of an hour)
 # make compat  every supported torch, in environments of their own (five hours, 30 GB); writes docs/compatibility.md
 # make gpu     every program on the GPU of this machine (half an hour); writes docs/measurements/gpu.md
 # make site    the pages as a site in both languages, outputs/site/index.html (half a minute; needs npm)
@@ -16,7 +15,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo quick test test-all soak mutants learn learn-check compat gpu site lint bench docs docs-check clean
+.PHONY: demo quick test test-all mutants learn learn-check compat gpu site lint bench docs docs-check clean
 
 demo: .venv/ready
 	$(BIN)/python rpc_rl/main.py --world_size 3
@@ -29,11 +28,8 @@ test: .venv/ready
 	$(BIN)/python -m pytest
 
 test-all: .venv/ready
-	$(BIN)/python -m pytest -m 'not soak and not learn'
+	$(BIN)/python -m pytest -m 'not learn'
 	$(MAKE) learn-check
-
-soak: .venv/ready
-	$(BIN)/python -m benchmarks.soak
 
 mutants: .venv/ready
 	$(BIN)/python -m tests.mutants

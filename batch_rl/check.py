@@ -5,7 +5,7 @@ episodes with and without batches in turns. Episodes are short, and the threshol
 one that it passes; recording.py has what else is changed.
 
 With vector environments all draws have their place: one process makes the same ones
-(play_check.py). With lists of environments (main.py, fast.py) only in batches; one by one, whoever
+(play_check.py). With lists of environments (main.py) only in batches; one by one, whoever
 asks first draws first: there actions are drawn from numbers of each observer and step
 (recording.py), and the oracle takes dropout masks from the run, and holds them to be random, at the
 right rate.
@@ -26,17 +26,14 @@ from torch import nn
 
 from batch_rl import main as lesson
 from batch_rl import vector
-from batch_rl.double_buffering import DoubleBufferedAgent
-from batch_rl.fast import FastAgent
 from batch_rl.play_check import N_STEPS, as_vector, one_by_one
 from batch_rl.recording import TIME_LIMIT, DistinctRewards, record_agent, record_environments
 
 # At most, whatever the flags are:
 NUM_EPISODE = 3  # to compare, after a warm-up
 EPISODES, THRESHOLD = 8, 10.0  # to train, and a running reward that they pass earlier
-AGENTS = {"batch_rl.main": lesson.Agent, "batch_rl.fast": FastAgent,
-          "batch_rl.vector": vector.VectorAgent, "batch_rl.until_solved": vector.VectorAgent,
-          "batch_rl.double_buffering": DoubleBufferedAgent}  # of each program
+AGENTS = {"batch_rl.main": lesson.Agent, "batch_rl.vector": vector.VectorAgent,
+          "batch_rl.until_solved": vector.VectorAgent}  # of each program
 
 
 def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
@@ -51,7 +48,7 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
     """
     torch.manual_seed(args.seed)
     # The draws of lists are of the agent's device, those of vector environments numpy's.
-    device = torch.device("cpu") if args.n_groups else device_for(args.device)
+    device = torch.device("cpu") if args.vector else device_for(args.device)
     hidden, output = nn.Linear(4, 128).to(device), nn.Linear(128, 2).to(device)
     named = {"affine1.weight": hidden.weight, "affine1.bias": hidden.bias,
              "affine2.weight": output.weight, "affine2.bias": output.bias}
@@ -70,7 +67,7 @@ def single_process(args: argparse.Namespace, run: list[dict]) -> list[dict]:
         batch = not args.timed or number % 2 == 0
         seeds = {rank: torch.randint(2**30, (), generator=env_seeds).item() for rank in ranks}
         start = (envs, (hidden, output), args, seeds)
-        played = (as_vector(*start, rng) if args.n_groups
+        played = (as_vector(*start, rng) if args.vector
                   else one_by_one(*start, batch, number, run[number]))
         returns = torch.tensor([R for where in envs for R in played[where]["returns"]])
         log_probs = torch.stack([log_p for where in envs for log_p in played[where]["log_probs"]])
@@ -118,8 +115,7 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | N
     name = program.__name__
     flags = argparse.Namespace(**{
         **vars(args), "program": name, "timed": not hasattr(program, "train"),
-        # Of vector environments; 0: lists.
-        "n_groups": 2 if name.endswith("double_buffering") else int(hasattr(args, "envs")),
+        "vector": hasattr(args, "envs"),  # otherwise lists of environments
         "num_steps": min(args.num_steps, N_STEPS),
         "num_episode": min(getattr(args, "num_episode", 0), NUM_EPISODE),
         "max_episodes": min(getattr(args, "max_episodes", 0), EPISODES),
@@ -131,8 +127,7 @@ def compare(run: dict, episodes: list[dict], args: argparse.Namespace) -> dict:
     """Hold what the program returned, and its episodes, against one process."""
     findings = Comparison(f"{args.world_size} processes")
     modes = [True, False] * (1 + args.num_episode) if args.timed else [True] * len(episodes)
-    of_batch = max(1, args.n_groups) * args.num_steps
-    expected = [of_batch * (1 if batch else args.world_size - 1) for batch in modes]
+    expected = [args.num_steps * (1 if batch else args.world_size - 1) for batch in modes]
     used = [ep["forwards"] for ep in episodes]
     in_batches = [ep["batch"] for ep in episodes]
     observers = [f"observer{rank}" for rank in range(1, args.world_size)]
@@ -171,7 +166,7 @@ def compare(run: dict, episodes: list[dict], args: argparse.Namespace) -> dict:
         findings.close("metrics", [{what: run[what] for what in expected}], [expected], 1e-12,
                        "what metrics.json has", "training")
         return findings.as_dict()
-    if not args.n_groups:
+    if not args.vector:
         hold_masks(findings, torch.cat([mask for ep in episodes if not ep["batch"]
                                         for of in ep["masks"].values() for mask in of]), "states")
     hold_times(findings, run["timed"], alone, args)

@@ -19,9 +19,7 @@ for the last one: that runs the policy once, for all, and completes the future o
 
 It ends with how many times as many environment steps per second batches make. Variants:
 
-    fast.py               the same without an RRef in each request
     vector.py             one vector environment for all that an observer has, bytes in the messages
-    double_buffering.py   as vector.py; half of the environments play while the others wait
     until_solved.py       plays and learns in batches until the pole is balanced for long enough
 """
 

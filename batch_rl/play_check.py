@@ -1,8 +1,8 @@
 """An episode of the oracle: plain CartPoles in one process, with the draws of each program.
 
-`one_by_one` is for lists, as main.py and fast.py have them; `as_vector` is for vector environments:
-the same plain CartPoles, one by one, begin where a vector environment would have reset itself to,
-and rest while it does. Both fill what `new_episode` has made.
+`one_by_one` is for lists, as main.py has them; `as_vector` is for vector environments: the same
+plain CartPoles, one by one, begin where a vector environment would have reset itself to, and rest
+while it does. Both fill what `new_episode` has made.
 """
 
 import argparse
@@ -75,45 +75,44 @@ def one_by_one(envs: Envs, layers: tuple[nn.Linear, nn.Linear], args: argparse.N
 
 def as_vector(envs: Envs, layers: tuple[nn.Linear, nn.Linear], args: argparse.Namespace,
               seeds: dict[int, int], rng: np.random.Generator) -> Episode:
-    """Play as vector.py does: each group of each observer has its own place in the draws.
+    """Play as vector.py does: each observer has its own place in the draws.
 
     Args:
         envs, layers, args, seeds: see `one_by_one`.
         rng: numpy's generator of dropout and actions.
     """
     hidden, output = layers
-    observers, n_envs = args.world_size - 1, args.envs_per_observer // args.n_groups
+    observers, n_envs = args.world_size - 1, args.envs_per_observer
     episode = new_episode(envs)
-    for group in range(args.n_groups):
-        drawn = rng.bytes(2 * args.num_steps * observers * n_envs * 128)
-        kept = torch.tensor(np.frombuffer(drawn, np.uint16) < 26214)  # of 65536: 0.4
-        kept = kept.view(args.num_steps, observers, n_envs, 128)
-        uniform = rng.random((args.num_steps, observers, n_envs))
-        for rank in range(1, args.world_size):
-            mine = [(rank, group * n_envs + i) for i in range(n_envs)]
-            seed = seeds[rank] + group * n_envs
-            resets = np.random.default_rng(seed)  # of the vector CartPole
-            state, resting = {}, mine
-            for step in range(-1, args.num_steps):
-                if step >= 0:
-                    x = hidden(torch.tensor([state[where].tolist() for where in mine]))
-                    x = torch.relu(x * kept[step, rank - 1] / 0.4)
-                    p = torch.softmax(output(x), dim=-1)
-                over = []
-                for i, where in enumerate(mine):
-                    if where not in resting:
-                        action = int(uniform[step, rank - 1, i] > p[i, 0].item())
-                        if take_step(episode[where], envs[where], state[where], p[i], action, args):
-                            over.append(where)
-                        state[where] = episode[where]["next"]
-                # What was over at the step before begins anew, with a column of its own each.
-                columns = resets.uniform(-0.05, 0.05, (4, len(resting))).T
-                for i, (where, column) in enumerate(zip(resting, columns, strict=True)):
-                    state[where], _ = envs[where].reset(seed=seed + i if step < 0 else None)
-                    if args.envs == "vector":
-                        envs[where].unwrapped.state = column
-                        state[where] = column.astype(np.float32)
-                resting = over
+    drawn = rng.bytes(2 * args.num_steps * observers * n_envs * 128)
+    kept = torch.tensor(np.frombuffer(drawn, np.uint16) < 26214)  # of 65536: 0.4
+    kept = kept.view(args.num_steps, observers, n_envs, 128)
+    uniform = rng.random((args.num_steps, observers, n_envs))
+    for rank in range(1, args.world_size):
+        mine = [(rank, i) for i in range(n_envs)]
+        seed = seeds[rank]
+        resets = np.random.default_rng(seed)  # of the vector CartPole
+        state, resting = {}, mine
+        for step in range(-1, args.num_steps):
+            if step >= 0:
+                x = hidden(torch.tensor([state[where].tolist() for where in mine]))
+                x = torch.relu(x * kept[step, rank - 1] / 0.4)
+                p = torch.softmax(output(x), dim=-1)
+            over = []
+            for i, where in enumerate(mine):
+                if where not in resting:
+                    action = int(uniform[step, rank - 1, i] > p[i, 0].item())
+                    if take_step(episode[where], envs[where], state[where], p[i], action, args):
+                        over.append(where)
+                    state[where] = episode[where]["next"]
+            # What was over at the step before begins anew, with a column of its own each.
+            columns = resets.uniform(-0.05, 0.05, (4, len(resting))).T
+            for i, (where, column) in enumerate(zip(resting, columns, strict=True)):
+                state[where], _ = envs[where].reset(seed=seed + i if step < 0 else None)
+                if args.envs == "vector":
+                    envs[where].unwrapped.state = column
+                    state[where] = column.astype(np.float32)
+            resting = over
     return end_of_episode(episode, args)
 
 

@@ -37,7 +37,7 @@ TIME_LIMIT = 13  # steps, of observer1's environments
 ROWS = 100  # states in a piece of the training
 SLOW_STEPS, SLOW_S = 3, 0.05  # of each episode in batches
 
-_environments = []  # on an observer: all of its own, or all of its vector environments
+_environments = []  # on an observer: all of its own, or its vector environment
 
 
 class DistinctRewards(gym.Wrapper):
@@ -92,14 +92,14 @@ class Recorded(gym.Wrapper):
 
 
 class RecordedVector(VectorWrapper):
-    """Is `DistinctRewards` and `Recorded` for a vector environment whose first `k` is `first`.
+    """Is `DistinctRewards` and `Recorded` for a vector environment.
 
     Where it resets itself nobody plays: nothing is recorded, and there is no reward.
     """
 
-    def __init__(self, env: VectorEnv, rank: int, first: int) -> None:
+    def __init__(self, env: VectorEnv, rank: int) -> None:
         super().__init__(env)
-        self.rank, self.k = rank, first + np.arange(env.num_envs)
+        self.rank, self.k = rank, np.arange(env.num_envs)
         self.steps = np.zeros(env.num_envs, int)
         self.clear()
 
@@ -149,9 +149,8 @@ def record_environments(recorder: Recorder, rank: int) -> None:
 
     @recorder.around(gym, "make_vec")
     def make_vec(original, *place, **options):
-        first = sum(env.num_envs for env in _environments)
         env = original(*place, **options, **limit)
-        _environments.append(RecordedVector(env, rank, first))
+        _environments.append(RecordedVector(env, rank))
         return _environments[-1]
 
 
@@ -211,7 +210,7 @@ def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
     @recorder.around(agent_class, "run_episode")
     def run_episode(original, agent, batch):
         now.clear()
-        now.update(batch=batch, masks={}, answered=Counter(), forwards=0, log_probs=[], locked=0)
+        now.update(batch=batch, masks={}, answered=Counter(), forwards=0, locked=0)
         answering["agent"] = agent
         ep_reward = original(agent, batch)
         for rank in range(1, len(agent.ob_rrefs) + 1):
@@ -258,16 +257,16 @@ def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
 
     @recorder.around(agent_class, "log_probs")
     def log_probs(original, agent, batch):
-        now["log_probs"].append(original(agent, batch))
-        return now["log_probs"][-1]
+        now["log_probs"] = original(agent, batch)
+        return now["log_probs"]
 
     @recorder.around(vector.Group, "pieces")
     def pieces(original, group, *of_episode):
-        of_group = []
+        of_pieces = []
         for of_piece, weights in original(group, *of_episode):
-            of_group.append(of_piece.detach())
+            of_pieces.append(of_piece.detach())
             yield of_piece, weights
-        now["log_probs"].append(torch.cat(of_group).permute(1, 2, 0))
+        now["log_probs"] = torch.cat(of_pieces).permute(1, 2, 0)
 
     def recorded_loss(require_finite, loss, at):
         now["loss"] = require_finite(loss, at)
@@ -280,7 +279,7 @@ def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
     @recorder.around(agent_class, "finish_episode")
     def finish_episode(original, agent, batch, ep_reward):
         original(agent, batch, ep_reward)
-        returns, now["log_probs"] = agent.returns, torch.cat(now["log_probs"], dim=1)
+        returns = agent.returns
         of_actions = {  # where a vector environment reset itself there was none
             what: [row[~none].detach() for of_observer in zip(numbers, returns.isnan(), strict=True)
                    for row, none in zip(*of_observer, strict=True)]

@@ -1,4 +1,4 @@
-r"""The experiment of fast.py with one vector environment for an observer, and bytes in messages.
+r"""The experiment of main.py with one vector environment for an observer, and bytes in messages.
 
 What differs: gymnasium's own vector CartPole steps 64 environments in the time in which one after
 the other does six. What is left then is the agent, so that works in large pieces, too:
@@ -17,15 +17,17 @@ the other does six. What is left then is the agent, so that works in large piece
     python batch_rl/vector.py --check                            the same numbers as one process?
 
 What it wins: the second command makes about 80,800 environment steps/s in batches, the first one
-22,000, and `fast.py --observers 5` 1,200 (2 cores; docs/results/batch_rl_64.json, batch_rl_16.json,
-batch_rl.json). `--envs sync` has gymnasium's vector environment in which one steps after
-the other, as those must of which there is no vector version.
+22,000 (2 cores; docs/results/batch_rl_64.json, batch_rl_16.json). `--envs sync` has gymnasium's
+vector environment in which one steps after the other, as those must of which there is no vector
+version.
 
-What it costs, three things to know:
+What it costs, four things to know:
 
 - **The step that resets.** This environment resets itself, in NEXT_STEP mode: the step after the
   last one of a stretch ignores its action, has no reward, and brings the first state of the next.
   Nobody has played there: such a step has no return, NaN, and counts nowhere.
+- **One agent in a process**, which a global variable has. So no request has an RRef, which would be
+  counted on both sides.
 - **One seed for K environments**: all resets of the vector CartPole come from one generator.
 - **The same dropout twice**, when it acts and when it learns: the masks are kept. The random
   numbers have an order of their own, whichever observer asks first, and all of the gradient is
@@ -46,12 +48,13 @@ from torch.distributed import rpc
 from torch.nn import functional as F
 
 from batch_rl import main as tutorial
-from batch_rl.fast import AgentName, FastAgent
 from batch_rl.main import EPS, role_name  # noqa: F401  --check looks for role_name
 from batch_rl.results import ENV_NAME
 
 VECTORIZATION_MODES = {"vector": "vector_entry_point", "sync": "sync"}  # gymnasium's, by --envs
 ROWS = 5000  # states in a piece of the training: its hidden layer, 2.5 MB, stays in the cache
+
+_agent = None  # on rank 0, where the requests find it
 
 
 class Environments:
@@ -101,14 +104,14 @@ class VectorObserver:
         self.gamma = args.gamma
         self.envs = Environments(args.envs_per_observer, args.envs)
 
-    def run_episode(self, agent_rref: AgentName, batch: bool, n_steps: int,
+    def run_episode(self, agent_rref: rpc.RRef, batch: bool, n_steps: int,
                     seed: int) -> tuple[torch.Tensor, float]:
         """Play as `Observer.run_episode`; the returns of steps that were resets are NaN."""
         select_action = VectorAgent.select_action_batch if batch else VectorAgent.select_action
         agent, states = agent_rref.owner(), self.envs.reset(n_steps, seed)
         for step in range(n_steps):
             # Arrays would travel as objects, which costs a quarter of a message; bytes do not.
-            actions = rpc.rpc_sync(agent, select_action, args=(0, self.id, states.tobytes()))
+            actions = rpc.rpc_sync(agent, select_action, args=(self.id, states.tobytes()))
             states = self.envs.step(step, actions)
         returns, first_lengths = self.envs.returns(self.gamma)
         return returns, first_lengths.mean().item()
@@ -205,34 +208,34 @@ class Group:
             yield probs.gather(-1, actions[piece]).squeeze(-1).log(), weights[piece]
 
 
-class VectorAgent(FastAgent):
+class VectorAgent(tutorial.Agent):
     """Decides for vector environments and learns from whole episodes at once."""
 
     observer_class = VectorObserver
-    n_groups = 1  # of the environments of an observer, each of which asks for itself
 
     def __init__(self, world_size: int, args: argparse.Namespace) -> None:
+        global _agent
         super().__init__(world_size, args)
+        _agent = self
         self.rng = np.random.default_rng(args.seed)  # of dropout and actions
 
     @staticmethod
-    def select_action(number: int, ob_id: int, states: bytes) -> bytes:
+    def select_action(ob_id: int, states: bytes) -> bytes:
         """Answer as `Agent.select_action`; random numbers depend on the observer and the step."""
-        group = AgentName().local_value().groups[number]
+        group = _agent.group
         actions, saved = group.act([states], ob_id)
         group.saved_log_probs[ob_id].append(saved)
         return actions[0]
 
     @staticmethod
     @rpc.functions.async_execution
-    def select_action_batch(number: int, ob_id: int, states: bytes) -> torch.futures.Future:
+    def select_action_batch(ob_id: int, states: bytes) -> torch.futures.Future:
         """Answer as `Agent.select_action_batch`; a future for each observer in place of `.then`."""
-        return AgentName().local_value().groups[number].answer(ob_id, states)
+        return _agent.group.answer(ob_id, states)
 
     def run_episode(self, batch: bool) -> float:
-        """Play as `Agent.run_episode`, with new groups."""
-        num_envs = self.args.envs_per_observer // self.n_groups
-        self.groups = [Group(self, batch, num_envs) for _ in range(self.n_groups)]
+        """Play as `Agent.run_episode`, with a new group."""
+        self.group = Group(self, batch, self.args.envs_per_observer)
         return super().run_episode(batch)
 
     def finish_episode(self, batch: bool, ep_reward: float) -> None:
@@ -242,12 +245,10 @@ class VectorAgent(FastAgent):
         weights = torch.where(played, (self.returns - mean) / (std + EPS), 0.0)
         self.optimizer.zero_grad()
         policy_loss = 0.0
-        of_groups = weights.chunk(self.n_groups, dim=1)
-        for group, of_group in zip(self.groups, of_groups, strict=True):
-            for log_probs, of_piece in group.pieces(batch, of_group):
-                piece_loss = -(log_probs * of_piece).sum() / len(self.ob_rrefs)
-                piece_loss.backward()  # the pieces are a sum, and gradients add up
-                policy_loss += piece_loss.item()
+        for log_probs, of_piece in self.group.pieces(batch, weights):
+            piece_loss = -(log_probs * of_piece).sum() / len(self.ob_rrefs)
+            piece_loss.backward()  # the pieces are a sum, and gradients add up
+            policy_loss += piece_loss.item()
         require_finite(policy_loss, "after an episode")
         self.optimizer.step()
         self.running_reward = 0.5 * ep_reward + 0.5 * self.running_reward
@@ -258,9 +259,9 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
     return tutorial.run_worker(rank, world_size, args, VectorAgent)
 
 
-def build_parser(example: str = "batch_rl/vector", description: str = __doc__) -> Parser:
+def build_parser() -> Parser:
     """Return the parser of this program's flags: those of main.py, and `--envs`."""
-    parser = tutorial.build_parser(example, description)
+    parser = tutorial.build_parser("batch_rl/vector", __doc__)
     parser.set_defaults(envs_per_observer=16)
     add_envs_flag(parser)
     return parser

@@ -3,8 +3,7 @@
 Every headline command runs several times, one round after the other.
 
     python -m benchmarks                    all (`make bench`; two hours and more on 2 cores)
-    python -m benchmarks rpc_rl batch_rl    some
-    python -m benchmarks --draw             only the pictures again, from the last measurement
+    python -m benchmarks rpc_rl ddp_skew    some
 
 `docs/results/NAME.json` has medians and ranges, of how many runs, on what, at which commit. A
 measurement that is interrupted continues where it was (without `outputs/benchmarks/running/` it
@@ -29,12 +28,59 @@ from common import report
 from common.cli import PlainParser, bounded, refuse
 from tqdm import tqdm
 
-from benchmarks import docs, outputs, pictures
-from benchmarks.headlines import HEADLINES, ON_REQUEST
+from benchmarks import docs, outputs
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 KEPT = ROOT / "outputs" / "benchmarks"
+HEADLINES = {  # name: (command, the keys that name the rows of its tables)
+    "rpc_rl": ("rpc_rl/main.py --world_size 3", ()),
+    "rpc_rl_fast": ("rpc_rl/fast.py --world_size 3", ()),
+    "rpc_rl_agents": ("-m benchmarks.rpc_rl --world_size 3", ("agent",)),
+    "rpc_rnn": ("rpc_rnn/main.py", ()),
+    "batch_rl_16": ("batch_rl/vector.py --observers 5 --envs_per_observer 16",
+                    ("observers", "mode")),
+    "batch_rl_64": ("batch_rl/vector.py --observers 5 --envs_per_observer 64",
+                    ("observers", "mode")),
+    "batch_rl_one_process": ("-m benchmarks.one_process", ("num_envs",)),
+    "batch_rl_train": ("batch_rl/until_solved.py", ()),
+    "param_server": ("param_server/async_server.py", ()),
+    "param_server_lock": ("param_server/main.py", ()),
+    "param_server_4": ("param_server/async_server.py --world_size 5", ()),
+    "param_server_4_lock": ("param_server/main.py --world_size 5", ()),
+    "batch_update": ("param_server/batch_update.py", ()),
+    "batch_update_timeline": ("-m common.tracing param_server/batch_update.py", ()),
+    "ddp_rpc_hybrid": ("ddp_rpc_hybrid/main.py", ()),
+    "ddp_rpc_hybrid_large": ("ddp_rpc_hybrid/main.py --num_embeddings 1000000 --epochs 20", ()),
+    "ddp_rpc_hybrid_sparse": (
+        "ddp_rpc_hybrid/main.py --sparse --num_embeddings 1000000 --epochs 20", ()),
+    "hybrid_sharded": ("ddp_rpc_hybrid/sharded_table.py", ()),
+    "ddp_basic": ("ddp_basic/main.py --world_size 2", ()),
+    "ddp_skew": ("ddp_basic/skew.py --slow_rank 1 --delay 0.5 --timeout 2", ()),
+    "ddp_skew_even": ("ddp_basic/skew.py --slow_rank 1 --delay 0 --timeout 2", ()),
+    "ddp_elastic": ("ddp_basic/elastic.py", ()),
+    "p2p_collectives": ("p2p_collectives/main.py --world_size 4", ()),
+    "p2p_train": ("-m common.tracing p2p_collectives/train_flat.py --world_size 2", ()),
+    "p2p_train_per_parameter": ("-m common.tracing p2p_collectives/train.py --world_size 2", ()),
+    "p2p_train_ddp": ("-m common.tracing p2p_collectives/train_ddp.py --world_size 2", ()),
+    "p2p_init_methods": ("p2p_collectives/init_methods.py --world_size 3", ()),
+    "ring": ("p2p_collectives/ring_allreduce.py", ("world_size", "bytes", "algorithm")),
+    "ring_sizes": (
+        "p2p_collectives/ring_allreduce.py --repeats 3 --sizes "
+        + " ".join(str(4**power) for power in range(6, 15)),  # 4 KiB to 256 MiB
+        ("world_size", "bytes", "algorithm")),
+    "shared_memory": ("p2p_collectives/shared_memory.py", ("collective", "bytes", "way")),
+    "hierarchical": ("p2p_collectives/shared_memory.py --ranks_per_machine 2",
+                     ("collective", "bytes", "way")),
+    "peers": ("-m benchmarks.peers --rounds 2", ("name",)),
+    "peers_collectives": ("-m benchmarks.peers.collectives --rounds 1",
+                          ("world_size", "collective", "bytes", "way")),
+    "single_machine": ("model_parallel_resnet/single_machine.py", ("model",)),
+    "pipeline": ("-m common.tracing model_parallel_resnet/main.py --num_splits 1 2 4 8",
+                 ("num_split",)),
+}
+# Not measured unless they are named: they install packages.
+ON_REQUEST = {"peers", "peers_collectives"}
 
 
 def scalars(metrics, labels, name=""):
@@ -107,7 +153,6 @@ def main(argv=None):
     add("names", nargs="*", metavar="NAME",
         help=f"of {', '.join(HEADLINES)} (default: all but {', '.join(ON_REQUEST)})")
     add("--rounds", type=bounded(int, at_least=1), default=3, help="runs of each command")
-    add("--draw", action="store_true", help="measure nothing; draw the last measurement again")
     args = parser.parse_args(argv)
     unknown = set(args.names) - set(HEADLINES)
     if unknown:
@@ -115,19 +160,15 @@ def main(argv=None):
     names = args.names or [name for name in HEADLINES if name not in ON_REQUEST]
     os.environ["PICTURE_LANGUAGES"] = "en,ja"  # for the commands, too
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the command would run on
-    if args.draw:
-        folders = {name: KEPT / "finished" / name for name in names}
-    else:
-        bar = tqdm(total=args.rounds * len(names), unit="run")
-        for number in range(1, 1 + args.rounds):  # a slow hour does not hit one command alone
-            for name in names:
-                bar.set_description(name)
-                folder = KEPT / "running" / name / str(number)
-                if not folder.exists():
-                    measure(name, folder)
-                bar.update()
-        folders = {name: finish(name, KEPT / "running" / name) for name in names}
-    show(folders)
+    bar = tqdm(total=args.rounds * len(names), unit="run")
+    for number in range(1, 1 + args.rounds):  # a slow hour does not hit one command alone
+        for name in names:
+            bar.set_description(name)
+            folder = KEPT / "running" / name / str(number)
+            if not folder.exists():
+                measure(name, folder)
+            bar.update()
+    show({name: finish(name, KEPT / "running" / name) for name in names})
 
 
 def finish(name, folder):
@@ -162,30 +203,25 @@ def in_the_middle(runs):
 
 
 def show(folders):
-    """Keep what one run of a command has printed and drawn; draw the pictures of all its runs.
+    """Keep what one run of a command has printed and drawn.
 
     Pictures go into `RESULTS/NAME/`. Those that no page shows are not kept.
 
     Args:
         folders: `{name: where its runs are}`.
     """
-    runs = {name: runs_in(folder) for name, folder in folders.items()}
     shown = "".join(page.read_text() for page in docs.pages())
     for name, folder in folders.items():
-        middle = folder / str(in_the_middle(runs[name]))
+        middle = folder / str(in_the_middle(runs_in(folder)))
         outputs.keep(f"python {HEADLINES[name][0]}", (middle / "printed.txt").read_text())
         drawn = sorted(middle.glob("*.png"))
         if drawn:
             (RESULTS / name).mkdir(exist_ok=True)
         for path in drawn:
             shutil.copyfile(path, RESULTS / name / path.name)
-        if name in pictures.FROM_ALL_RUNS:
-            pictures.draw(HEADLINES[name][0], runs[name], RESULTS / name)
         for path in (RESULTS / name).glob("*.png"):
             if f"{name}/{path.name}" not in shown:
                 path.unlink()
-    if set(sum(pictures.CONSISTENCY.values(), ())) <= set(runs):
-        pictures.draw_consistency(runs, RESULTS / "param_server" / "consistency.png")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ QUICK = {"quick tests": (), "rounded otherwise": ("env", "ATEN_CPU_CAPABILITY=de
 SHORT = {  # flags of a short run; every other program is short with its defaults
     "batch_rl.": "--observers 2 --num_episode 1",
     "batch_rl.until_solved": "--max_episodes 2",
-    "batch_rl.double_buffering": "--observers 1 --envs_per_observer 4 --num_episode 1",
     "ddp_basic.elastic": "--epochs 2",
     "ddp_basic.pitfalls": "--mended",
     "ddp_rpc_hybrid.": "--epochs 2",
@@ -47,7 +46,6 @@ SHORT = {  # flags of a short run; every other program is short with its default
     "p2p_collectives.train": "--epochs 1",
     "param_server.": "--epochs 1",
     "param_server.batch_update": "--arch resnet18 --image_size 32 --num_updates 2",
-    "param_server.flat_update": "--arch resnet18 --image_size 32 --num_updates 2",
     "rpc_rl.": "--max_episodes 3",
     "rpc_rnn.": "--epochs 1",
 }

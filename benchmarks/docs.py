@@ -14,7 +14,6 @@ In a page, in either language (`*.ja.md` is Japanese):
     <!-- table faults_rank -->...<!-- end -->     what the tests expect: tests/fault_table.py
     <!-- table faults_machine -->...<!-- end -->
     <!-- table faults_launcher -->...<!-- end -->
-    <!-- table peers_collectives -->...<!-- end -->   measured ratios to gloo
 
 Measured numbers in a program's docstring are medians, too: `IN_DOCSTRINGS` has their places.
 """
@@ -30,29 +29,16 @@ from pathlib import Path
 from common.cli import PlainParser
 
 from benchmarks import outputs
-from p2p_collectives.ring_allreduce_results import size_text
-from p2p_collectives.shared_memory_results import COLLECTIVES, COPIED, SHARED
 from tests.fault_table import OF_A_LAUNCHER, OF_A_MACHINE, OF_A_RANK
 
 ROOT = Path(__file__).resolve().parent.parent
 # By file, pieces of its docstring, with {NAME KEY FORMAT} in the place of each number.
 IN_DOCSTRINGS = {
-    "batch_rl/double_buffering.py": [
-        "wins: {latency rows.2.double_buffering_ratio .1f} times the environment steps/s",
-        "({batch_rl_double double_buffering_gain .2f} times, docs/results"],
     "batch_rl/until_solved.py": [
         "solved in {batch_rl_train wall_s .0f} s, after {batch_rl_train episodes .0f} episodes"],
     "batch_rl/vector.py": [
         "makes about {batch_rl_64 rows.5.batched.env_steps_per_s 3g} environment steps/s",
-        "{batch_rl_16 rows.5.batched.env_steps_per_s 2g}, and `fast.py --observers 5` "
-        "{batch_rl rows.5.batched.env_steps_per_s 2g} (2 cores"],
-    "ddp_basic/fsdp.py": [
-        "at most {ddp_fsdp rows.replicas.held_mb .1f} MB (replicas), "
-        "{ddp_fsdp rows.optimizer.held_mb .1f} MB (optimizer),",
-        "{ddp_fsdp rows.full.held_mb .1f} MB (full); it sends in a step "
-        "{ddp_fsdp rows.replicas.sent_mb .1f} MB (replicas), "
-        "{ddp_fsdp rows.optimizer.sent_mb .1f} MB (optimizer), "
-        "{ddp_fsdp rows.full.sent_mb .1f} MB (full)"],
+        "{batch_rl_16 rows.5.batched.env_steps_per_s 2g} (2 cores"],
     "p2p_collectives/ring_allreduce.py": [
         "RingAllReduce takes {ring rows.4.67108864.RingAllReduce.median_s ms} ms, "
         "{ring rows.4.67108864.RingAllReduce.vs_all_reduce .2f} times as fast as all_reduce"],
@@ -70,23 +56,13 @@ IN_DOCSTRINGS = {
         "{p2p_train_per_parameter samples_per_s .0f} (",
         ": {p2p_train samples_per_s .0f} samples/s"],
     "param_server/async_server.py": [
-        "with four trainers {param_server_trainers rows.4.async.samples_per_s .0f} samples/s in "
-        "place of {param_server_trainers rows.4.lock.samples_per_s .0f} (",
+        "with four trainers {param_server_4 samples_per_s .0f} samples/s in "
+        "place of {param_server_4_lock samples_per_s .0f} (",
         "test accuracy {param_server test_accuracy .1%} after",
         "(async): {param_server samples_per_s .0f} samples/s"],
     "ddp_rpc_hybrid/sharded_table.py": [
-        "wins: {hybrid_tables tables.all_to_all.dense.100.steps_per_s .0f} steps/s per trainer "
-        "where main.py makes {hybrid_tables tables.server.dense.100.steps_per_s .0f} ("],
-    "ddp_rpc_hybrid/sharded_table_dtensor.py": [
-        "makes {hybrid_tables tables.dtensor.dense.100.steps_per_s .0f} steps/s where "
-        "sharded_table.py makes {hybrid_tables tables.all_to_all.dense.100.steps_per_s .0f} ("],
-    "model_parallel_resnet/early_backward.py": [
-        "took {pipeline_schedules rows.RPC_pipeline.4.median_s .2f} s, and "
-        "{pipeline_schedules rows.RPC_whole.4.median_s .2f} s in main.py's order"],
-    "model_parallel_resnet/schedules.py": [
-        "a batch in {pipeline_schedules rows.gpipe.4.median_s .2f} s with \"gpipe\" and "
-        "{pipeline_schedules rows.zero_bubble.4.median_s .2f} s with \"zero_bubble\", where "
-        "main.py takes {pipeline_schedules rows.RPC_whole.4.median_s .2f}\n"],
+        "wins: {hybrid_sharded steps_per_s .0f} steps/s per trainer "
+        "where main.py makes {ddp_rpc_hybrid steps_per_s .0f} ("],
     "rpc_rl/main.py": [
         "CartPole-v1 solved in {rpc_rl episodes .0f} episodes: running reward {rpc_rl "
         "running_reward .1f} (threshold 475), {rpc_rl env_steps .0f} environment"],
@@ -97,23 +73,9 @@ IN_DOCSTRINGS = {
         ".1f} (threshold 475), {rpc_rl_fast env_steps .0f} environment"],
     "param_server/batch_update.py": [
         ": {batch_update median_update_s .1f} s per update"],
-    "param_server/bounded_server.py": [
-        "{param_server_trainers rows.4.bounded_N-1.samples_per_s .0f} samples/s in place of "
-        "{param_server_trainers rows.4.lock.samples_per_s .0f} with main.py",
-        "makes {param_server_trainers rows.4.async.samples_per_s .0f} samples/s with gradients "
-        "up to {param_server_trainers rows.4.async.staleness_max .0f} steps"],
-    "param_server/flat_update.py": [
-        "wins: {flat_update peak_memory_gb .1f} GB in all processes together in place of "
-        "{batch_update peak_memory_gb .1f} GB",
-        "{flat_update median_update_s .1f} s per update in place of "
-        "{batch_update median_update_s .1f} s",
-        "trainers: {flat_update median_update_s .1f} s per update"],
     "param_server/main.py": [
         "test accuracy {param_server_lock test_accuracy .1%} after",
         "(lock): {param_server_lock samples_per_s .0f} samples/s"],
-    "rpc_rnn/prefetch.py": [
-        "makes {rpc_rnn_protocols prefetch_ratio .2f} times the steps/s of main.py",
-        "and {latency rows.10.prefetch_ratio .2f} times between\nmachines"],
 }
 MARKED = re.compile(r"(<!-- (=|code|output|replay|map|table) ([^>]*?) -->)(.*?)(<!-- end -->)",
                     re.DOTALL)
@@ -133,14 +95,10 @@ WORDS = {  # column titles and cells of the tables
            "shutdown": "end",
            "goes_on": "none: the run goes on", "silence": "none",
            "others": "other terminals: ", "comma": ", ",
-           "ranks": "{n} ranks: {size}", "ring": "ring", "shared_memory": "shared memory",
-           "shared_memory_copied": "shared memory, copied there and back", "mpi": "Open MPI",
            "picture": "![What each process does over time, in a recorded run; the arrows are "
                       "messages]({picture})",
-           "replay": "**Message by message.** `python -m common.tracing {flags}` writes "
-                     "`replay.html` beside its results. It shows for each\nmessage the line that "
-                     "sent it and what every process waits for ([a recorded run]({link}), played "
-                     "in the site of `make site`)."},
+           "replay": "**Message by message**, in `replay.html`: `python -m common.tracing {flags}` "
+                     "([a recorded run]({link}))"},
     "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点",
            "left_out": "省略：",
            "to_a_rank": "ランク1（role1）に起きること", "within": "終了まで",
@@ -154,12 +112,9 @@ WORDS = {  # column titles and cells of the tables
            "shutdown": "終了時",
            "goes_on": "なし。実行は続く", "silence": "なし",
            "others": "ほかのターミナル：", "comma": "、",
-           "ranks": "{n}ランク：{size}", "ring": "リング", "shared_memory": "共有メモリー",
-           "shared_memory_copied": "共有メモリー（コピーあり）", "mpi": "Open MPI",
            "picture": "![記録した実行での各プロセスの動き。矢印はメッセージ]({picture})",
-           "replay": "**1通ずつたどる。** `python -m common.tracing {flags}`が結果の"
-                     "フォルダーに作る`replay.html`をブラウザーで開くと、\nメッセージごとに、それを送ったコードの行と、各プロセスが何を待っているかが分かります"
-                     "（[記録の例]({link})。`make site`で作るサイトでは、そのまま再生できます）。"},
+           "replay": "**1通ずつたどる**（`replay.html`）：`python -m common.tracing {flags}`"
+                     "（[記録の例]({link})）"},
 }
 
 
@@ -331,7 +286,7 @@ def printed(name, *lines):
 
 
 def replay(name, language, folder):
-    """The picture of a run, and a sentence that leads to its replay."""
+    """The picture of a run, and a line that leads to its replay."""
     link = os.path.relpath(outputs.replay_of(name), folder)
     picture = link.replace(".json", ".png" if language == "en" else f".{language}.png")
     words = [WORDS[language][word] for word in ("picture", "replay")]
@@ -381,18 +336,6 @@ def faults_beside(language):
                   for (way, *row), whats in rows.items()])
 
 
-def against_mpi(language):
-    """The table of the speed of collectives, gloo = 1: a row for each way to make one."""
-    words = WORDS[language]
-    cases = [(n, size) for n in (4, 2) for size in (2**16, 2**20, 2**26)]
-    rows = [[f"{code(collective)}{words['comma']}{words[way]}",
-             *(number(f"peers_collectives rows.{n}.{collective}.{size}.{way}.vs_gloo", language)
-               for n, size in cases)]
-            for collective in COLLECTIVES for way in ("ring", SHARED, COPIED, "mpi")]
-    return table(["", *(words["ranks"].format(n=n, size=size_text(size)) for n, size in cases)],
-                 rows)
-
-
 def example(pattern):
     """A line that a pattern of tests/fault_table.py describes."""
     inside = r"(?:\\.|[^()|\\])*"
@@ -433,8 +376,7 @@ def table(titles, rows):
 
 
 TABLES = {"faults_rank": faults_of_a_rank, "faults_launcher": faults_beside,
-          "faults_machine": lambda language: faults_of_a_rank(language, OF_A_MACHINE, "terminals"),
-          "peers_collectives": against_mpi}
+          "faults_machine": lambda language: faults_of_a_rank(language, OF_A_MACHINE, "terminals")}
 
 
 def out_of_date():

@@ -51,7 +51,7 @@ class OneProcess(VectorAgent):
             group.saved_log_probs.append(saved)
             states = self.envs.step(step, actions[0])
         returns, first_lengths = self.envs.returns(self.args.gamma)
-        self.groups, self.returns = [group], returns.unsqueeze(0)
+        self.group, self.returns = group, returns.unsqueeze(0)
         return first_lengths.mean().item()
 
 

@@ -92,15 +92,16 @@ def inspect(args: Namespace, needs: dict,
     if state and _shapes(state[weights]) != _shapes(make_model().state_dict()):
         reject(args, "is of another model; give the flags of that one, or another file")
     if state and args.resume:
-        require_settings(args, state["settings"], given(args, "checkpoint"))
+        _require_settings(args, state["settings"])
     return state if args.resume else None
 
 
-def require_settings(args: Namespace, settings: dict, where: str) -> None:
-    """Refuse flags that are not those of the training that goes on; `where`: in words, its file."""
+def _require_settings(args: Namespace, settings: dict) -> None:
+    """Refuse flags that are not those of the training that goes on."""
     for name, value in settings.items():
         if name in args.settings and args.settings[name] != value:
-            refuse(f"{given(args, name)} must be {shortened(value)}, as in {where}")
+            refuse(f"{given(args, name)} must be {shortened(value)}, as in "
+                   f"{given(args, 'checkpoint')}")
 
 
 def require_epochs(args: Namespace, behind: int) -> None:

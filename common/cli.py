@@ -145,8 +145,8 @@ class Parser(PlainParser):
     def _settings(self) -> list[str]:
         """Return the names of the flags that a training keeps: the seed, and of its own most."""
         own = [action for action in self._actions if action.container is not self.common]
-        return ["seed", *(action.dest for action in own if action.dest != "help"
-                          and action.option_strings[0][2:] not in MAY_CHANGE)]
+        return ["seed", *(action.dest for action in own if action.dest not in MAY_CHANGE
+                          and action.dest != "help")]
 
     def _check_ranks(self, args: argparse.Namespace) -> None:
         """Refuse ranks that this command cannot start; take torchrun's world size."""

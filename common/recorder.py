@@ -140,9 +140,8 @@ class Barriers:
 
 
 def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors to the CPU; of a DTensor, what is on this rank."""
-    here = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
-    return [tensor.detach().cpu().clone() for tensor in here]
+    """Copy tensors to the CPU."""
+    return [tensor.detach().cpu().clone() for tensor in tensors]
 
 
 def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:

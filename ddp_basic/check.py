@@ -60,12 +60,12 @@ def single_process(args: argparse.Namespace) -> tuple[list[list[dict]], list[flo
     return steps, losses_of_ranks().tolist()
 
 
-def samples_of(rank: int, seed: int, n: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw what this rank should train on: inputs (n, 10) and labels (n, 5)."""
+def samples_of(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw what this rank should train on: inputs (20, 10) and labels (20, 5)."""
     def draw(seed, *shape):
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
-    inputs = draw(1000 * seed + 1 + rank, n, 10)
+    inputs = draw(1000 * seed + 1 + rank, 20, 10)
     return inputs, inputs @ draw(seed, 10, 5) / 10**0.5
 
 

@@ -3,18 +3,18 @@
 import torch
 
 
-def toy_samples(rank: int, seed: int, n: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
+def toy_samples(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Make the samples of one rank, the same in every step.
 
     Args:
         rank: has samples of its own: with one seed for all, all ranks would train on the same.
         seed: of the run.
-        n: how many; by default the tutorial's batch.
 
     Returns:
-        Inputs (n, 10), and labels (n, 5) that a linear teacher, the same for all ranks, gives them.
+        Inputs (20, 10), as many as in the tutorial's batch, and labels (20, 5) that a linear
+        teacher, the same for all ranks, gives them.
     """
-    inputs = _draw(1000 * seed + 1 + rank, n, 10)
+    inputs = _draw(1000 * seed + 1 + rank, 20, 10)
     return inputs, inputs @ _draw(seed, 10, 5) / 10**0.5
 
 

@@ -21,7 +21,7 @@ over all ranks: every rank takes the step that a single process with all samples
 It ends with: basic, checkpoint, model_parallel on 2 ranks: loss 1.169 -> 0.572
 
 skew.py makes one rank slower; pitfalls.py makes three mistakes with DDP; elastic.py survives the
-death of a rank; fsdp.py keeps once what DDP repeats.
+death of a rank.
 """
 
 import argparse

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable
 
 import torch
-from common.cli import given, on_cpu, ranks_here, refuse, require_memory, require_own_gpus
+from common.cli import on_cpu, ranks_here, require_memory, require_own_gpus
 from torch.nn import functional as F
 
 BATCHES = 10  # of each trainer in an epoch
@@ -55,13 +55,6 @@ def require_tables(args: Namespace, role_name: Callable[[int, int], str], share:
 
 def require_parts(args: Namespace, role_name: Callable[[int, int], str]) -> None:
     """Refuse what cannot be spread over the trainers; see `require_tables`."""
-    ranks, rows, dtensor = args.world_size, args.num_embeddings, args.exchange == "dtensor"
-    if dtensor and args.sparse:
-        refuse("--sparse requires sharded_table.py: a DTensor has no sparse gradients")
-    if dtensor and rows <= (ranks - 1) * -(-rows // ranks):
-        refuse(f"{given(args, 'num_embeddings', 'world_size')} leaves a trainer without rows, and "
-               f"a DTensor needs some on each: a part has {-(-rows // ranks)}")
     require_own_gpus(args)
-    # The part's weights; their gradient, which has all rows of the part, or of the table.
-    gradient = 1 if dtensor else 0 if args.sparse else 1 / ranks
-    require_tables(args, role_name, 1 / ranks + gradient)
+    # The part's weights; their gradient, which has all rows of the part.
+    require_tables(args, role_name, (1 if args.sparse else 2) / args.world_size)

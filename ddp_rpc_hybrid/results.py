@@ -115,8 +115,7 @@ def _gradient_bytes(emb_rref: rpc.RRef, context_id: int) -> int:
 
 
 def bytes_here(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor on this rank: of a DTensor's part, of a sparse one's entries."""
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """Return the bytes of a tensor on this rank; of a sparse one, those of its entries."""
     if tensor.is_sparse:
         return tensor._values().nbytes + tensor._indices().nbytes
     return tensor.nbytes

@@ -1,18 +1,15 @@
-"""The oracle of both sharded_table*.py: every number of every step, held against one process.
+"""The oracle of sharded_table.py: every number of every step, held against one process.
 
 That process has the whole table. It takes the gradients of all trainers' losses on the same
 weights, adds up those of the table, averages those of the dense part, and makes one step.
 
-The program trains in its own processes on a table that the trainers cannot divide evenly; that of
-sharded_table.py with dense and with sparse gradients, and on a table of which the last trainer owns
-nothing, too; in the first epoch all rows that are looked up are the first trainer's. PyTorch's
-hooks see what a step reads, computes and changes, a dispatch mode what each collective sends. All
-in float64.
+The program trains in its own processes on a table that the trainers cannot divide evenly, and on
+one of which the last trainer owns nothing, with dense and with sparse gradients; in the first epoch
+all rows that are looked up are the first trainer's. PyTorch's hooks see what a step reads, computes
+and changes, a dispatch mode what each collective sends. All in float64.
 """
 
 import copy
-import functools
-import importlib
 import math
 import time
 from argparse import Namespace
@@ -44,8 +41,7 @@ LOCAL_EPOCH = 0  # in it, only rows of the first part are looked up: the other o
 BATCHES_S = 0.3  # added to the making of an epoch's batches: no part of the training's time
 MOST_ROWS = 1000  # of the table in a check: all of it is kept after each step
 SMALLEST_TABLE = "no rows on the last rank"
-# A wait, a wrapper, and the broadcast with which DDP orders its buckets anew, once.
-NOT_COUNTED = ("wait_tensor", "_wrap_tensor_autograd", "broadcast_")
+NOT_COUNTED = "broadcast_"  # with which DDP orders its buckets anew, once
 TOLERANCE = 1e-9
 WHY = "float64, whose sums may come in another order"
 COMPARED = (  # of each step: what, the tolerance, and why
@@ -131,23 +127,17 @@ def messages_of(rank: int, of_all: tuple[dict, ...], args: Namespace) -> dict[st
     n, dim = args.world_size, args.embedding_dim
     n_bags = [len(step["offsets"]) for step in of_all]
     dense = args.num_classes * (dim + 1)
-    if args.exchange == "all_to_all":
-        owners = of_all[rank]["indices"] // rows_each(args)
-        counts, questions = 2 * (n - 1), 2 * (owners != rank).sum().item()
-        answers, gradients = (sum(n_bags) - n_bags[rank]) * dim, (n - 1) * n_bags[rank] * dim
-        return {"alltoall_base_": 8 * (counts + questions + answers + gradients),
-                "allreduce_": 8 * 2 * (n - 1) / n * dense}
-    longest = max(len(step["indices"]) for step in of_all)
-    rows = 8 * (n - 1) * longest * dim
-    of_dtensor = {"reduce_scatter_tensor": rows, "all_gather_into_tensor": rows} if n > 1 else {}
-    return {"allreduce_": 8 * 2 * (n - 1) / n * (1 + dense), "allgather_": 8 * (n - 1) * longest,
-            **of_dtensor}
+    owners = of_all[rank]["indices"] // rows_each(args)
+    counts, questions = 2 * (n - 1), 2 * (owners != rank).sum().item()
+    answers, gradients = (sum(n_bags) - n_bags[rank]) * dim, (n - 1) * n_bags[rank] * dim
+    return {"alltoall_base_": 8 * (counts + questions + answers + gradients),
+            "allreduce_": 8 * 2 * (n - 1) / n * dense}
 
 
 # --- recorded
 
 
-def record(program: str, rank: int, world_size: int, args: Namespace) -> dict | None:
+def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the program once for each of `trainings_of`, recorded; return the findings on rank 0."""
     torch.set_default_dtype(torch.float64)
     seen = Seen(rank, world_size)
@@ -157,13 +147,13 @@ def record(program: str, rank: int, world_size: int, args: Namespace) -> dict | 
         everyone = recorder.gather_at_end(lambda: seen.trainings)
 
         @recorder.around(lesson, "train")
-        def train_all(original, rank, world_size, args, *table_class):
+        def train_all(original, rank, world_size, args):
             metrics = {}
             for training, flags in trainings_of(args).items():
                 seen.begin(training, flags)
                 torch.manual_seed(rank)  # nothing may depend on what was drawn before
                 with seen.messages:
-                    metrics[training] = original(rank, world_size, flags, *table_class)
+                    metrics[training] = original(rank, world_size, flags)
             return metrics
 
         @recorder.around(lesson, "get_next_batch")
@@ -178,7 +168,7 @@ def record(program: str, rank: int, world_size: int, args: Namespace) -> dict | 
             return {training: original([of_one[training] for of_one in trainers])
                     for training in trainers[0]}
 
-        reported = importlib.import_module(program).run_worker(rank, world_size, args)
+        reported = lesson.run_worker(rank, world_size, args)
     return compare(reported, everyone, args) if rank == 0 else None
 
 
@@ -189,8 +179,6 @@ def trainings_of(args: Namespace) -> dict[str, Namespace]:
     """
     n = args.world_size
     uneven = max(2, args.num_embeddings // n + 1) * n - 1
-    if args.exchange == "dtensor":
-        return {"dtensor": Namespace(**{**vars(args), "num_embeddings": uneven})}
     trainings = {}
     for table, rows in (("", uneven), (f", {SMALLEST_TABLE}", max(1, n - 1))):
         for gradient, sparse in (("", False), (" sparse", True)):
@@ -207,10 +195,8 @@ class Messages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable, types: tuple[type, ...], args: tuple = (),
                            kwargs: dict | None = None) -> Any:
-        if any(issubclass(kind, torch.Tensor) and kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # a DTensor first becomes collectives and tensors
         space, _, name = func._schema.name.partition("::")
-        if space in ("c10d", "_c10d_functional") and name not in NOT_COUNTED:
+        if space == "c10d" and name != NOT_COUNTED:
             self.sent[name] = self.sent.get(name, 0) + self.bytes_to_others(name, args)
         return func(*args, **(kwargs or {}))
 
@@ -222,12 +208,6 @@ class Messages(TorchDispatchMode):
         if name == "alltoall_base_":
             of_entry = args[1].itemsize * args[1].shape[1:].numel()
             return (sum(args[4]) - args[4][self.rank]) * of_entry
-        if name == "allgather_":
-            return others * args[1][0].nbytes
-        if name == "all_gather_into_tensor":
-            return others * args[0].nbytes
-        if name == "reduce_scatter_tensor":
-            return others / self.world_size * args[0].nbytes
         return float("nan")
 
 
@@ -236,7 +216,7 @@ class Seen:
 
     indices, offsets, target: the batch.
     sums, loss: those of the bags; a number.
-    asked: of all_to_all, the rows that this owner has added up, as numbers of the whole table.
+    asked: the rows that this owner has added up, as numbers of the whole table.
     dense gradient, dense: after backward(), and after the step.
     table gradient, table: the same, of the rows that this rank owns.
     sent: the bytes to other ranks, by collective.
@@ -276,10 +256,7 @@ class Seen:
         step["span"] = self.started, time.perf_counter()
         step |= {"sent": dict(self.messages.sent), **self.weights()}
         step["dense gradient"] = named_gradients(self.dense)
-        gradient = rows.grad
-        if hasattr(gradient, "to_local"):  # DTensor's has all rows of the table, on all ranks
-            gradient = gradient.to_local()[self.first_row :][: len(step["table"])]
-        [step["table gradient"]] = copies([gradient.to_dense()])
+        [step["table gradient"]] = copies([rows.grad.to_dense()])
 
     def weights(self) -> dict:
         """Copy the rows that this rank owns, and the dense part."""
@@ -304,9 +281,8 @@ def compare(reported: dict[str, dict], everyone: list[dict], args: Namespace) ->
                        f"{' + '.join(str(len(part)) for part in rows)} rows of "
                        f"{flags.num_embeddings}, each with one owner")
         for name, tolerance, because in COMPARED:
-            if flags.exchange == "all_to_all" or name != "asked":
-                findings.close(f"{training}, {name}", by_rank(ours, name), by_rank(steps, name),
-                               tolerance, because)
+            findings.close(f"{training}, {name}", by_rank(ours, name), by_rank(steps, name),
+                           tolerance, because)
         replicas = by_rank(ours, "dense")
         findings.equal(f"{training}, replicas of the dense part", replicas,
                        [dict.fromkeys(step, step["rank 0"]) for step in replicas],
@@ -324,11 +300,10 @@ def hold_reported(findings: Comparison, training: str, metrics: dict,
                    TOLERANCE, WHY, "epoch")
     part, row = rows_each(args), 8 * args.embedding_dim
     last = max(len(of_rank[-1]["asked"]) for of_rank in steps)
-    gradient = {"dtensor": args.num_embeddings * row}.get(args.exchange, part * row)
     expected = {"bytes_per_step": fmean(sum(step["sent"].values())
                                         for of_rank in steps for step in of_rank),
                 "table_bytes": part * row,
-                "table_gradient_bytes": last * (row + 8) if args.sparse else gradient}
+                "table_gradient_bytes": last * (row + 8) if args.sparse else part * row}
     for key, number in expected.items():
         findings.close(f"{training}, reported {key}", [metrics[key]], [number], TOLERANCE,
                        "counted from indices, bags and rows", "run")
@@ -340,5 +315,4 @@ def hold_reported(findings: Comparison, training: str, metrics: dict,
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     """Print what was compared; return `{what: difference}` where it is reported, else None."""
     args.epochs, args.num_embeddings = EPOCHS, min(args.num_embeddings, MOST_ROWS)
-    worker = functools.partial(record, program.__name__)
-    return verdict(launch(worker, args, lesson.role_name))
+    return verdict(launch(record, args, lesson.role_name))

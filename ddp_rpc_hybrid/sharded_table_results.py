@@ -37,14 +37,9 @@ class History(hybrid.History):
         """
         others, integer = self.table.world_size - 1, indices.itemsize
         of_row = self.dim * torch.get_default_dtype().itemsize
-        if hasattr(self.table, "part"):
-            asked = (indices // self.table.part != self.rank).sum().item()
-            # Two counts for each owner, a row and a bag for each question; sums, their gradients.
-            return integer * 2 * (others + asked) + 2 * others * bags * of_row
-        # Rings: the all_reduce of the length, the all_gather of the indices; a reduce_scatter of
-        # the rows, an all_gather of their gradients.
-        all_reduce = 2 * others / self.table.world_size * integer
-        return all_reduce + others * self.table.length * (integer + 2 * of_row)
+        asked = (indices // self.table.part != self.rank).sum().item()
+        # Two counts for each owner, a row and a bag for each question; sums, their gradients.
+        return integer * 2 * (others + asked) + 2 * others * bags * of_row
 
 
 def of_trainer(history: History, model: nn.Module) -> dict:
@@ -70,12 +65,11 @@ def over_trainers(trainers: list[dict]) -> dict:
 def finish(metrics: dict, args: Namespace) -> dict:
     """Write metrics.json, draw `loss.png`, print the line of numbers; return the whole metrics."""
     device = "cpu" if metrics["backend"] == "gloo" else None
-    metrics = report.save_metrics(args, {**metrics, "exchange": args.exchange},
-                                  metrics["backend"], device)
+    metrics = report.save_metrics(args, metrics, metrics["backend"], device)
     plot([metrics], args)
     first, last = metrics["epochs"][0], metrics["epochs"][-1]
     trainers = "1 trainer" if args.world_size == 1 else f"{args.world_size} trainers"
-    print(f"{trainers}, {args.exchange}: loss {first['loss']:.2f} -> {last['loss']:.2f}, "
+    print(f"{trainers}, all_to_all: loss {first['loss']:.2f} -> {last['loss']:.2f}, "
           f"accuracy {first['accuracy']:.0%} -> {last['accuracy']:.0%} "
           f"(chance {1 / args.num_classes:.0%}) | {metrics['steps_per_s']:.0f} steps/s per "
           f"trainer, {metrics['bytes_per_step'] / 1000:.1f} kB a step, "

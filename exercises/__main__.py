@@ -2,12 +2,12 @@
 
     python -m exercises                the next unsolved exercise, judged on each save
     python -m exercises list           all exercises, and which are solved
-    python -m exercises run 03         judge one
-    python -m exercises hint 03        the next hint
-    python -m exercises solution 03    the lesson's function, and why it is so
-    python -m exercises answer 03      the answer to the question behind a solved one
-    python -m exercises real 03        the lesson's program, with your function
-    python -m exercises reset 03       the stub as it was shipped
+    python -m exercises run 08         judge one
+    python -m exercises hint 08        the next hint
+    python -m exercises solution 08    the lesson's function, and why it is so
+    python -m exercises answer 08      the answer to the question behind a solved one
+    python -m exercises real 08        the lesson's program, with your function
+    python -m exercises reset 08       the stub as it was shipped
 """
 
 import argparse

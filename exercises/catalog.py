@@ -40,7 +40,7 @@ class Exercise:
     """Holds one exercise.
 
     Args:
-        name: with its number, "03_average_gradients".
+        name: with its number, "08_average_gradients".
         text: what its toml holds.
     """
 
@@ -119,7 +119,7 @@ def _read(path: Path) -> dict:
 
 
 def named(word: str) -> Exercise | None:
-    """Return the exercise of a number or a name, "3" or "03_average_gradients"."""
+    """Return the exercise of a number or a name, "8" or "08_average_gradients"."""
     number = word.zfill(2) if word.isdigit() else Path(word).stem
     return next((one for one in exercises() if number in (one.number, one.name)), None)
 

@@ -11,7 +11,7 @@ be right, too. One that costs less in one of these, and nothing more in another,
 import re
 
 HELD = re.compile(r"(weights|gradients|state) held( at most)?")
-COST = re.compile(rf"\w+, (calls|bytes sent|{HELD.pattern}|in flight|bubble|MB kept|forwards): ")
+COST = re.compile(rf"\w+, (calls|bytes sent|{HELD.pattern}|in flight|bubble): ")
 NUMBERS = re.compile(r"differs at rank \d+(?:, (\w+))?: (\S+) in [^,]+, (\S+) in ")
 WHAT = {"weights": {"ja": "重み", "en": "weights"}, "gradients": {"ja": "勾配", "en": "gradients"},
         "state": {"ja": "オプティマイザーの状態", "en": "the optimizer's state"}}

@@ -17,9 +17,8 @@ def measure(copy: Copy, patience: float, show: Callable[[str, dict], None]) -> V
 
     Args:
         copy: of asking.py with the learner's function. The `cases` of its exercise have the
-            `arguments` of `predict`, the `flags` of the program, or of a `program` of its own,
-            `measured`, an expression on the `metrics` of its metrics.json, and may have a
-            tolerance of their own.
+            `arguments` of `predict`, the `flags` of the program, and `measured`, an expression on
+            the `metrics` of its metrics.json.
         patience: multiplies all limits, for a busy machine.
         show: called with what is shown before the verdict: a key in words.toml, and its values.
     """
@@ -52,18 +51,19 @@ def predictions(copy: Copy, patience: float) -> list[int | float] | Verdict:
 
 
 def measurements(copy: Copy, patience: float) -> list[int | float] | Verdict:
-    """Return a number for each case; cases with the same program and flags share a run."""
+    """Return a number for each case; cases with the same flags share a run."""
     exercise, runs, numbers = copy.exercise, {}, []
     for case in exercise.cases:
-        program, *flags = command = (case.get("program", exercise.program), *case["flags"])
-        if command not in runs:
+        flags = tuple(case["flags"])
+        if flags not in runs:
             output = copy.tree / "outputs" / str(len(runs))
-            ended = run(copy, ROOT / program, *flags, "--output_dir", output, patience=patience)
+            ended = run(copy, ROOT / exercise.program, *flags, "--output_dir", output,
+                        patience=patience)
             if ended.status != 0:
                 parts = [("no_verdict", {"status": ended.status}), *ended.output.splitlines()[-5:]]
                 return not_yet(exercise, "no_verdict", parts, ended.output[-2000:])
-            runs[command] = json.loads((output / "metrics.json").read_text())
-        numbers.append(eval(case["measured"], {"metrics": runs[command], "math": math}))
+            runs[flags] = json.loads((output / "metrics.json").read_text())
+        numbers.append(eval(case["measured"], {"metrics": runs[flags]}))
     return numbers
 
 
@@ -72,8 +72,7 @@ def compare(exercise: Exercise, predicted: list[int | float],
     """Return the verdict: each prediction beside what was measured."""
     rows, evidence = [], []
     for case, number, truth in zip(exercise.cases, predicted, measured, strict=True):
-        relative, absolute = ((exercise.text | case).get(key, 0.0)
-                              for key in ("relative", "absolute"))
+        relative, absolute = (exercise.text.get(key, 0.0) for key in ("relative", "absolute"))
         off = abs(number - truth)
         holds = off <= max(absolute, relative * abs(truth))
         allowed = _short(absolute) if absolute else f"{relative:.0%}"

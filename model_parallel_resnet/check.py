@@ -19,27 +19,22 @@ be one step, that of the row. (tests/test_reports.py holds the table that is pri
 """
 
 import argparse
-import functools
-import importlib
-import inspect
 import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from unittest import mock
 
 import torch
 from common import report
 from common.cli import starts_rank
 from common.launcher import launch
 from common.oracle import Comparison, verdict
-from common.recorder import Recorder
+from common.recorder import Recorder, copies
 from common.vision import import_torchvision
 from torch import nn
 from torch.distributed import rpc
 
-from model_parallel_resnet import early_backward
 from model_parallel_resnet import main as lesson
 from model_parallel_resnet.measuring import Window
 from model_parallel_resnet.recording import StepByStep, state
@@ -49,8 +44,6 @@ BLOCKS = [1, 2, 2, 1]  # in layer1 to layer4
 CALM = 100  # the learning rate is divided by it, so that rounding grows less
 MOST_ROWS = 3  # the first ones of --num_splits, where none was given
 SENT_S = 3.0  # at most, until all micro-batches of a batch have been sent
-# Between the look-up of a gradient and its sum; and at most, until another one comes.
-ADD_S, ANOTHER_S = 0.2, 10.0
 TOLERANCE = 1e-10
 BECAUSE = "the same sums in another order, in float64"
 
@@ -237,9 +230,6 @@ def hold_windows(found: Comparison, steps: list[Window], metrics: dict, args: ar
 class OnMaster(StepByStep):
     """Keeps, on the master, what its model, its loss and its optimizer do, and asks the workers.
 
-    A model is called with a batch, or, by a thread for each, with its micro-batches and their
-    numbers.
-
     Args:
         alone: the steps of the other program, from `single_process`.
     """
@@ -247,35 +237,29 @@ class OnMaster(StepByStep):
     def __init__(self, alone: Iterator[dict]) -> None:
         super().__init__(lesson.WORKERS, alone)
         self.optimizer_steps, self.sent = 0, {}
-        self.here = threading.local()  # the number of this thread's micro-batch
 
     def before(self, module: nn.Module, inputs: tuple) -> None:
-        """Begin a batch, or one of its micro-batches."""
+        """Begin a batch."""
         if isinstance(module, lesson.DistResNet50):
-            images, self.here.number = (*inputs, 0)[:2]
             self.now.setdefault("started", time.time())
-            self.keep("images", images)
+            self.now["images"] = inputs[0]
 
     def after(self, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
         """Keep the outputs of the model, or the targets of the loss."""
         if isinstance(module, lesson.DistResNet50):
-            self.keep("outputs", output)
+            self.now["outputs"] = output
             self.now["rrefs"] = module.p1_rref, module.p2_rref
         elif isinstance(module, nn.MSELoss):
-            self.keep("targets", inputs[1])
-
-    def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a tensor of the micro-batch of this thread, or of the batch."""
-        self.now.setdefault(name, {})[self.here.number] = tensor.detach()
+            self.now["targets"] = inputs[1]
 
     def after_step(self) -> None:
         """Fetch what the workers have; a second step of the same batch is only counted."""
         self.optimizer_steps += 1
         if self.now:
             self.now["ended"] = time.time()
-            whole = {name: torch.cat([piece for _, piece in sorted(self.now.pop(name).items())])
-                     for name in ("images", "targets", "outputs") if name in self.now}
-            self.now |= {"outputs": whole.pop("outputs"), "data": whole}
+            kept = {name: copies([self.now.pop(name)])[0]
+                    for name in ("images", "targets", "outputs") if name in self.now}
+            self.now |= {"outputs": kept.pop("outputs"), "data": kept}
             rrefs = self.now.pop("rrefs")
             states = [rpc.rpc_sync(rref.owner(), state_of, args=(rref,)) for rref in rrefs]
             self.sent = {worker: state["sent"]
@@ -289,26 +273,24 @@ def state_of(shard_rref: rpc.RRef) -> dict:
     return state(shard) | {"sent": shard.sent}
 
 
-def record(program: str, rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
-    """Run a program (its module's name) recorded; rank 0 returns what has been found."""
-    run_worker = importlib.import_module(program).run_worker
+def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
+    """Run the lesson recorded; rank 0 returns what has been found."""
     layers = layers_of_both(args)
     prepare(args)
     if rank > 0:
         with Recorder() as recorder:
-            add_slowly(recorder, args)
             wait_for_all(recorder, args)
-            return run_worker(rank, world_size, args)
+            return lesson.run_worker(rank, world_size, args)
     seen = OnMaster(single_process(args))
     with Recorder() as recorder:
         recorder.on_forward(seen.before, seen.after)
-        for optimizer_class in (lesson.DistributedOptimizer, early_backward.EarlyOptimizer):
-            @recorder.around(optimizer_class, "step")
-            def recorded_step(step, optimizer, *context):
-                step(optimizer, *context)
-                seen.after_step()
 
-        metrics = run_worker(rank, world_size, args)
+        @recorder.around(lesson.DistributedOptimizer, "step")
+        def recorded_step(step, optimizer, context_id):
+            step(optimizer, context_id)
+            seen.after_step()
+
+        metrics = lesson.run_worker(rank, world_size, args)
     found = compare(seen, metrics, args, lesson.WORKERS)
     made, expected = seen.optimizer_steps, len(args.num_splits) * (1 + args.num_batches)
     found.holds("steps", made == expected,
@@ -358,33 +340,6 @@ def batch_of(number: int, args: argparse.Namespace) -> tuple[int, int]:
     return next((pair for pair in itertools.pairwise(ends) if pair[1] >= number), (0, 0))
 
 
-def add_slowly(recorder: Recorder, args: argparse.Namespace) -> None:
-    """Let another thread come between a gradient's look-up and its sum: a lock keeps it out."""
-    here, grad = threading.local(), inspect.getattr_static(torch.Tensor, "grad")
-    changed, came = threading.Condition(), []
-
-    @recorder.around(early_backward.ShardOptimizer, "add")
-    def add(original, optimizer, context_id):
-        with changed:
-            came.append(context_id)
-            changed.notify_all()
-            begin, end = batch_of(len(came), args)
-            here.waits_for = begin + 2 if len(came) == begin + 1 < end else None
-        original(optimizer, context_id)
-
-    def look_up(param):
-        found, number = grad.__get__(param), getattr(here, "waits_for", None)
-        if number is not None:
-            here.waits_for = None
-            with changed:
-                changed.wait_for(lambda: len(came) >= number, ANOTHER_S)
-            time.sleep(ADD_S)
-        return found
-
-    slow = property(look_up, grad.__set__, grad.__delete__)
-    recorder.enter_context(mock.patch.object(nn.Parameter, "grad", slow, create=True))
-
-
 def prepare(args: argparse.Namespace) -> None:
     """Set float64 and the shorter model, in each process of a check."""
     torch.set_default_dtype(torch.float64)
@@ -395,7 +350,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
-    """Run main.py or early_backward.py, and one process; return the differences on the master.
+    """Run main.py, and one process; return the differences on the master.
 
     Raises:
         SystemExit: 1 if something does not hold.
@@ -403,7 +358,7 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | N
     leave_rows_out(program, args)
     # Pieces of 3 and 2 images; `xs.chunk` would make fewer pieces of them.
     smaller(args, batch_size=max(5, 2 * args.num_splits[-1] + 1))
-    return verdict(launch(functools.partial(record, program.__name__), args, program.role_name))
+    return verdict(launch(record, args, program.role_name))
 
 
 def leave_rows_out(program: ModuleType, args: argparse.Namespace) -> None:

@@ -24,13 +24,12 @@ It ends with, about:
     resnet50, RPC pipeline: loss 0.3693 -> 0.0221 |
     best with num_split 4: ... s a batch, ... times as fast as with 1 (ideal 1.60), ...
 
-early_backward.py sends each micro-batch back at once; schedules.py is a pipeline without RPC.
+schedules.py is a pipeline without RPC.
 """
 
 import argparse
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -224,8 +223,7 @@ def run_master(args: argparse.Namespace) -> dict:
     return batches.metrics(fetch_work(WORKERS))
 
 
-def run_worker(rank: int, world_size: int, args: argparse.Namespace,
-               run_master: Callable[[argparse.Namespace], dict] = run_master) -> dict | None:
+def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
     """Train on rank 0, which returns the metrics; the others serve their shards."""
     # For the table. (It also keeps freed memory, and `optim.SGD` from becoming another class.)
     record_work(role_name(rank, world_size), ResNetShard1, ResNetShard2)
@@ -251,9 +249,9 @@ def add_flags(parser: Parser) -> Parser:
     return parser
 
 
-def build_parser(example: str = "model_parallel_resnet", description: str = __doc__) -> Parser:
-    """Return the parser of this program's flags, or of a variant's."""
-    return add_flags(Parser(example, description, world_size=3))
+def build_parser() -> Parser:
+    """Return the parser of this program's flags."""
+    return add_flags(Parser("model_parallel_resnet", __doc__, world_size=3))
 
 
 def main(argv: list[str] | None = None) -> dict | None:

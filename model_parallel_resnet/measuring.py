@@ -33,11 +33,11 @@ from torch.optim.optimizer import (
 )
 
 # "both": forward and backward at a time; "first", "turn", "between", "last": waits for the first
-# features, for the first gradient, between micro-batches, for the last gradient; "step": adds up
-# gradients, steps; "messages": of RPC, and the master.
+# features, for the first gradient, between micro-batches, for the last gradient; "messages": of
+# RPC, and the master.
 PARTS = ("forward", "backward", "both", "first", "turn", "between", "last", "step", "messages")
 WORK = {"forward": "forward", "backward": "backward", "weight gradients": "backward",
-        "add": "step", "step": "step"}
+        "step": "step"}
 Spans = dict[str, list[dict]]  # of each role, as `timeline.recorded` gives them
 Window = tuple[float, float]  # the start and the end of a batch, in seconds
 
@@ -98,23 +98,6 @@ def record_stages(role: str, stage_class: type) -> None:
         "backward" if full_backward or not stage.is_first else None))
     record("backward_weight_one_chunk", lambda stage, **_: (
         "backward" if stage.is_first else "weight gradients"))
-
-
-def record_calls(owner: type, name: str) -> None:
-    """Record the calls of a method of a class as spans of its name, in this process."""
-    def record(function):
-        @functools.wraps(function)
-        def recorded(*args, **kwargs):
-            started = time.time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                timeline.add(name, started, time.time(), timeline.place_of(function))
-
-        return recorded
-
-    for copy in _copies_of(owner):
-        setattr(copy, name, record(getattr(copy, name)))
 
 
 def fetch_work(workers: Sequence[str]) -> Spans:
@@ -242,8 +225,8 @@ def parts_of(spans: Spans, workers: Sequence[str], window: Window) -> dict[str, 
                        if span["kind"] in WORK] for worker in workers}
     ends = {(worker, span["kind"], span["labels"].get("micro_batch")): span["end"]
             for worker in workers for span in pieces[worker]}
-    last = {worker: max((span["end"] for span in pieces[worker] if span["kind"] != "step"
-                         and span["kind"] != "add"), default=window[0]) for worker in workers}
+    last = {worker: max((span["end"] for span in pieces[worker] if span["kind"] != "step"),
+                        default=window[0]) for worker in workers}
     return {worker: _of_worker(worker, workers, pieces[worker], ends, last, window)
             for worker in workers}
 
@@ -281,7 +264,7 @@ def _waits_for(worker: str, workers: Sequence[str], pieces: list[dict], ends: di
         part = "between" if "forward" in before else "first"
         return part, ends.get((first, kind, number), until) if worker == second else 0.0
     part = "between" if "backward" in before else "turn"
-    waits = worker == first and kind == "backward"  # an "add" needs what this worker has made
+    waits = worker == first and kind == "backward"
     return part, ends.get((second, kind, number), until) if waits else 0.0
 
 

@@ -3,8 +3,8 @@
 In main.py, one trainer at a time has the server. Here, each forward works with copies of the
 weights of that moment, and its backward needs only these: another trainer may step in between.
 
-What it wins: with four trainers 675 samples/s in place of 434 (python -m
-benchmarks.param_server_trainers, on 2 cores; docs/results/param_server_trainers.json).
+What it wins: with four trainers 725 samples/s in place of 492 (`--world_size 5`, on 2 cores;
+docs/results/param_server_4.json, param_server_4_lock.json).
 What it costs: the copies, and staleness. A gradient is that of weights that others have changed
 meanwhile, by about N-1 steps of N equally fast trainers, and the more stale, the smaller `--lr` has
 to be (eight trainers may diverge with the default). The server counts it:

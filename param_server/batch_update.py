@@ -23,8 +23,6 @@ one of a batch makes the step for all.
 
 It ends with, about:
     resnet50, 5 trainers: 3.5 s per update in the median, 945 MB each; loss 0.580 -> 0.179
-
-flat_update.py sends one tensor each way, not hundreds.
 """
 
 import threading
@@ -166,7 +164,7 @@ class Trainer:
         for update, (inputs, labels) in enumerate(self.get_next_batch(), start=1):
             started = time.perf_counter()
             loss = self.loss_fn(self.m(inputs), labels)
-            # Tutorial: a new module in each update. Not to None: flat_update.py has views there.
+            # Tutorial: a new module in each update. Not to None: new gradients need more memory.
             self.m.zero_grad(set_to_none=False)
             loss.backward()
             loss = report.require_finite(loss, f"at update {update}")
@@ -181,33 +179,28 @@ class Trainer:
         return step_stats
 
 
-def run_trainer(ps_rref: RRef, args: Namespace, trainer_class: type[Trainer]) -> dict:
+def run_trainer(ps_rref: RRef, args: Namespace) -> dict:
     """Train, on a trainer's process, in one call for the length of the whole training."""
-    step_stats = trainer_class(ps_rref, args).train()
+    step_stats = Trainer(ps_rref, args).train()
     return {"updates": step_stats, "peak_memory": peak_memory()}
 
 
-def run_ps(server: BatchUpdateParameterServer, args: Namespace, trainer_class: type[Trainer]
-           ) -> list[dict]:
+def run_ps(server: BatchUpdateParameterServer, args: Namespace) -> list[dict]:
     """Let all trainers train at the same time; return what they return."""
     ps_rref = RRef(server)
     names = [TRAINER_NAME.format(rank) for rank in range(1, args.world_size)]
     # Tutorial (sample code): 60 s, the default, for a whole training. Each update has --timeout.
-    futs = [rpc.rpc_async(name, run_trainer, args=(ps_rref, args, trainer_class), timeout=0)
-            for name in names]
+    futs = [rpc.rpc_async(name, run_trainer, args=(ps_rref, args), timeout=0) for name in names]
     return wait_all(futs)
 
 
-def run_worker(
-        rank: int, world_size: int, args: Namespace,
-        server_class: type[BatchUpdateParameterServer] = BatchUpdateParameterServer,
-        trainer_class: type[Trainer] = Trainer) -> dict | None:
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Serve on rank 0, start the trainers and return what is measured."""
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args))
     if rank == 0:
-        server = server_class(args)
-        trainers = run_ps(server, args, trainer_class)
+        server = BatchUpdateParameterServer(args)
+        trainers = run_ps(server, args)
     rpc.shutdown()  # waits for everyone: until then, the trainers do what they are asked
     if rank != 0:
         return None
@@ -215,10 +208,9 @@ def run_worker(
             "model_bytes": sum(tensor.nbytes for tensor in server.get_model())}
 
 
-def build_parser(example: str = "param_server/batch_update", description: str = __doc__
-                 ) -> Parser:
-    """Return the parser of this program's flags, or of a variant's."""
-    parser = Parser(example, description, world_size=6, min_world_size=2)
+def build_parser() -> Parser:
+    """Return the parser of this program's flags."""
+    parser = Parser("param_server/batch_update", __doc__, world_size=6, min_world_size=2)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--arch", choices=["resnet18", "resnet50"], default="resnet50", help="the model")
     add("--batch_size", type=bounded(int, at_least=2), default=20, metavar="N",

@@ -11,8 +11,6 @@ the one process begins each update with the weights of the server, which it has 
 own. The sizes of batches and images are cut, so that all numbers fit into one process.
 """
 
-import functools
-import importlib
 import itertools
 import statistics
 import threading
@@ -122,8 +120,8 @@ class Recording:
         self.final_statistics = None
 
 
-def record(program: str, rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Run a program, recorded; on rank 0, return the findings."""
+def record(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Run the program, recorded; on rank 0, return the findings."""
     torch.set_default_dtype(torch.float64)
     recording = Recording()
     with Recorder() as recorder:
@@ -131,7 +129,7 @@ def record(program: str, rank: int, world_size: int, args: Namespace) -> dict | 
             record_server(recorder, recording)
         else:
             record_trainer(recorder, recording)
-        measured = importlib.import_module(program).run_worker(rank, world_size, args)
+        measured = lesson.run_worker(rank, world_size, args)
     return compare(recording, measured, args) if rank == 0 else None
 
 
@@ -175,7 +173,7 @@ def record_server(recorder: Recorder, recording: Recording) -> None:
     """Record each step, and what the trainers call, into which all are let at the same moment."""
 
     @recorder.around(lesson, "run_ps")
-    def run_ps(original, server, args, trainer_class):
+    def run_ps(original, server, args):
         all_are_there = threading.Barrier(args.world_size - 1)
 
         @recorder.around(server, "update_and_fetch_model")
@@ -191,7 +189,7 @@ def record_server(recorder: Recorder, recording: Recording) -> None:
                                       for total in server.sums])
         recorder.on_step(after=lambda _: recording.steps.append({
             "gradients": named_gradients(server.model), "weights": named_weights(server.model)}))
-        trained = original(server, args, trainer_class)
+        trained = original(server, args)
         recording.final_statistics = running_statistics(server.model)
         return trained
 
@@ -323,11 +321,10 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     """Train for a few updates, and hold every number against one process; return the differences.
 
     Args:
-        program: batch_update.py or flat_update.py.
+        program: batch_update.py.
         args: the parsed flags.
     """
     args.num_updates = UPDATES
     args.batch_size = min(args.batch_size, BATCH_SIZE)
     args.image_size = min(args.image_size, IMAGE_SIZE)
-    worker = functools.partial(record, program.__name__)
-    return verdict(launch(worker, args, program.role_name))
+    return verdict(launch(record, args, program.role_name))

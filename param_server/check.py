@@ -38,7 +38,6 @@ from torch.utils.data import TensorDataset
 from param_server import main as lesson
 from param_server import results
 from param_server.async_server import AsyncParameterServer
-from param_server.bounded_server import Bound
 
 EPOCHS, BATCH_SIZE = 2, 8  # images, at most
 # Updates of all trainers together in each epoch, about; test images for more than one batch of the
@@ -51,8 +50,7 @@ LAYERS = ("dropout1", "dropout2")
 DOUBLE = "double precision"
 Draw = tuple[int, int, str]  # rank, step of this trainer, layer
 # How many steps old the weights of a gradient may be; None: as old as they become.
-BOUND = {"param_server.main": lambda args: 0, "param_server.async_server": lambda args: None,
-         "param_server.bounded_server": lambda args: args.max_staleness}
+BOUND = {"param_server.main": 0, "param_server.async_server": None}
 
 
 # --- one process, which knows of the lesson only the flags and the initial weights
@@ -336,13 +334,6 @@ def record_server(recorder: Recorder, args: Namespace) -> None:
     recorder.on_forward(before_forward, after_forward)
     recorder.around(lesson.SGD, "step")(step)
 
-    @recorder.around(Bound, "may_read")
-    def may_read(original, bound):
-        """Leave time for another decision: only a lock keeps it out."""
-        decision = original(bound)
-        time.sleep(DECISION_S)
-        return decision
-
     @recorder.around(AsyncParameterServer, "note_read")
     def note_read(original, server, trainer):
         """Leave time for another step before the weights are copied."""
@@ -391,7 +382,7 @@ def rest(args: Namespace) -> None:
     if recording.rested is not None or others == 0:
         return
     before = len(recording.steps)
-    may = REST_STEPS if args.bound is None else min(REST_STEPS, args.bound)
+    may = REST_STEPS if args.bound is None else args.bound
     expected = min(may, others * EPOCHS * batches_of_each(args) - before)
     recording.rested = {"expected": expected, "made": 0}
     ends = time.time() + REST_AT_MOST_S
@@ -532,7 +523,7 @@ def compare_weights_read(findings: Comparison, recording: Recording, alone: dict
 
 
 def compare_staleness(findings: Comparison, recording: Recording, args: Namespace) -> None:
-    """Hold how old the weights of each gradient were; none older than K; others could go on."""
+    """Hold how old the weights of each gradient were; none too old; others could go on."""
     version = {forward["context"]: forward["version"] for forward in recording.forwards}
     ages = {rank: collections.Counter() for rank in range(1, args.world_size)}
     for number, step in enumerate(recording.steps):
@@ -615,10 +606,10 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     """Train for a few steps, and hold every number against one process; return the differences.
 
     Args:
-        program: main.py, async_server.py or bounded_server.py.
+        program: main.py or async_server.py.
         args: the parsed flags.
     """
     args.batch_size = min(args.batch_size, BATCH_SIZE)
-    args.bound = BOUND[program.__name__](args)
+    args.bound = BOUND[program.__name__]
     worker = functools.partial(record, program.__name__)
     return verdict(launch(worker, args, program.role_name))

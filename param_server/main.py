@@ -21,8 +21,7 @@ One trainer at a time has the server, from its forward to its step.
 It ends with, about:
     digits: test accuracy 96.1% after 920 updates by 2 trainers (lock): 466 samples/s
 
-async_server.py serves all trainers at the same time; bounded_server.py does, too, but applies no
-gradient of weights that are too old.
+async_server.py serves all trainers at the same time.
 """
 
 import contextlib

@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 from param_server.data import count_batches
 
-CONSISTENCY = {"param_server": "lock", "param_server/async_server": "async",
-               "param_server/bounded_server": "bounded"}  # by the example's name
+CONSISTENCY = {"param_server": "lock",
+               "param_server/async_server": "async"}  # by the example's name
 MEAN_OF = 10  # steps, in the picture
 WORDS = {
     "en": {"title": "{trainers} trainers, one server ({consistency})", "x": "time (s)",
@@ -81,9 +81,9 @@ def summary(metrics: dict, args: Namespace) -> dict:
         args: the parsed flags.
 
     Returns:
-        `test_accuracy`; `epochs`, with the mean loss of all trainers; `consistency`, and with
-        "bounded" `max_staleness`; `updates` of all trainers; `samples_per_s`, None without a step;
-        `staleness` of all, where it is counted; `per_trainer`.
+        `test_accuracy`; `epochs`, with the mean loss of all trainers; `consistency`;
+        `updates` of all trainers; `samples_per_s`, None without a step; `staleness` of all, where
+        it is counted; `per_trainer`.
     """
     # From another process it comes as JSON, whose keys are texts.
     counts = [collections.Counter({int(age): n for age, n in trainer["staleness"].items()})
@@ -102,7 +102,6 @@ def summary(metrics: dict, args: Namespace) -> dict:
     samples = sum(trainer["samples"] for trainer in per_trainer)
     return {"test_accuracy": metrics["test_accuracy"], "epochs": epochs,
             "consistency": CONSISTENCY[args.example],
-            **({"max_staleness": args.max_staleness} if "max_staleness" in args else {}),
             **({"staleness": histogram(sum(counts, collections.Counter()))} if counts else {}),
             "updates": sum(len(trainer["times"]) for trainer in per_trainer),
             "samples_per_s": samples / (ended - started) if samples else None,
@@ -129,21 +128,15 @@ def finish(metrics: dict, args: Namespace) -> dict:
     speed = (f"{metrics['samples_per_s']:.0f} samples/s" if metrics["samples_per_s"]
              else "nothing left to train")
     print(f"{args.dataset}: test accuracy {metrics['test_accuracy']:.1%} after "
-          f"{metrics['updates']} updates by {trainers} ({in_words(metrics)}): {speed}")
+          f"{metrics['updates']} updates by {trainers} ({metrics['consistency']}): {speed}")
     return metrics
-
-
-def in_words(metrics: dict) -> str:
-    """Name the consistency, with its bound."""
-    suffix = f" by {metrics['max_staleness']}" if "max_staleness" in metrics else ""
-    return metrics["consistency"] + suffix
 
 
 def plot(metrics: dict, args: Namespace) -> None:
     """Draw `loss.png`: the loss of each trainer over time."""
     for axes, words in picture.in_each_language(
             args.output_dir / "loss.png", WORDS, [metrics], trainers=args.world_size - 1,
-            consistency=in_words(metrics), mean=MEAN_OF):
+            consistency=metrics["consistency"], mean=MEAN_OF):
         zero = min(trainer["started"] for trainer in metrics["per_trainer"])
         for trainer in metrics["per_trainer"]:
             seconds = [time - zero for time in trainer["times"]]
@@ -158,7 +151,7 @@ def plot_staleness(metrics: dict, args: Namespace) -> None:
     width = 0.8 / len(metrics["per_trainer"])
     for axes, words in picture.in_each_language(
             args.output_dir / "staleness.png", STALENESS, [metrics],
-            consistency=in_words(metrics), age=metrics["staleness"]["mean"]):
+            consistency=metrics["consistency"], age=metrics["staleness"]["mean"]):
         for place, trainer in enumerate(metrics["per_trainer"]):
             ages = {int(age): n for age, n in trainer["staleness"]["histogram"].items()}
             axes.bar([age + (place + 0.5) * width - 0.4 for age in ages], ages.values(), width,

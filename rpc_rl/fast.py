@@ -1,6 +1,6 @@
 """rpc_rl/main.py with half the messages, and no autograd graph while the observers wait.
 
-What it changes (docs/measurements/rpc_rl.md has what else was tried):
+What it changes:
 
 - the last reward rides along with the next state: one RPC per step instead of two;
 - it acts without an autograd graph, and computes the log-probabilities of a whole episode again, in

@@ -1,56 +1,43 @@
-"""The oracle of main.py and its variants: the program's own training, held against one process.
+"""The oracle of main.py: the program's own training, held against one process.
 
-`record` runs the program's `run_worker` for two short epochs in its own processes, in which each
-trainer keeps what it reads, its losses, and after every step its gradients and weights; the first
-one also those of the tables on the server. `single_process` knows only the flags and the first
-weights. It has its own columns, its own loop, and PyTorch's ordinary autograd and optimizers.
+`record` runs the program's `run_worker` for two short epochs in its own processes, in which the
+trainer keeps what it reads, its losses, and after every step the gradients and weights, also those
+of the tables on the server. `single_process` knows only the flags and the first weights. It has its
+own columns, its own loop, and PyTorch's ordinary autograd and optimizers.
 
 Both compute in float64, so that a mistake cannot hide behind rounding. Dropout is matched: the
-server and the trainer draw from seeded generators, and so do the two `Draws` here. With several
-trainers the server draws in the order in which they call: dropout lets all pass, and what is held
-is how often each process has called it, and with what probability.
+server and the trainer draw from seeded generators, and so do the two `Draws` here.
 """
 
-import importlib
 import math
 import tempfile
-import time
-import weakref
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from common.launcher import launch
 from common.oracle import Comparison, Draws, verdict
-from common.recorder import Barriers, Recorder, gathered, named_gradients, named_weights
+from common.recorder import Recorder, named_gradients, named_weights
 from common.session import device_for
 from torch import nn
 from torch.distributed import rpc
-from torch.distributed.optim import DistributedOptimizer
 
-from rpc_rnn import data, saving
+from rpc_rnn import data
 from rpc_rnn import main as tutorial
 from rpc_rnn.main import role_name
 
 EPOCHS = 2
 DROPOUT = 0.25  # where --dropout is 0, which would leave no mark
-STEP_S = 0.02  # that the first trainer waits before its step: who does not wait sees old tables
-PART_S = 0.5  # that it takes to make a table: meanwhile, another trainer asks for it
 TOLERANCE = 1e-9
 BECAUSE = "float64, whose sums may come in another order"
 PARTS = ("table", "LSTM", "decoder")
 FIRST = 1000  # tokens that are drawn again
 OfParts = dict[str, dict[str, torch.Tensor]]  # of each part, tensors by name
-# 2 forward, 3 backward, the step, the context's end; with several trainers 2 to average. In
-# prefetch.py, the step brings and takes the embeddings.
-ROUND_TRIPS = {"main": 7, "several_trainers": 9, "prefetch": 5}
-dropped = []  # in this process: the probability of each dropout, where it lets all pass
+ROUND_TRIPS = 7  # 2 forward, 3 backward, the step, the context's end
 
 
 # --- one process
@@ -65,12 +52,10 @@ def single_process(args: Namespace, weights: OfParts, language: data.Language) -
         language: the tokens.
 
     Returns:
-        What a `Seen` has, with an entry for each trainer: lists of dicts, `steps` of each epoch,
-        `evaluations` before the first and after each. `metrics`. `sample`: the text.
+        What a `Seen` has: lists of dicts, `steps` of each epoch, `evaluations` before the first
+        and after each. `metrics`. `sample`: the text.
     """
-    names, n_columns = trainer_names(args), args.batch_size * (args.world_size - 1)
-    if len(names) > 1:
-        args = Namespace(**{**vars(args), "dropout": 0.0})
+    n_columns = args.batch_size
     device = device_for(args.device)
     model = WholeModel(language.ntoken, args)
     for part, tensors in weights.items():
@@ -84,7 +69,7 @@ def single_process(args: Namespace, weights: OfParts, language: data.Language) -
                                            targets.reshape(-1).to(device))
 
     def read(tokens, training):
-        """Read all columns of the global batch, a piece at a time; the mean loss of a token."""
+        """Read all columns, a piece at a time; the mean loss of a token."""
         model.train(training)
         entries = []
         (steps if training else evaluations).append(entries)
@@ -98,13 +83,8 @@ def single_process(args: Namespace, weights: OfParts, language: data.Language) -
             before = hidden.detach()
             scores, hidden = model(inputs.to(device), before)
             loss = loss_of(scores, targets)
-            entry = {"data": {}, "target": {}, "hidden": {}, "loss": {}}
-            for i, name in enumerate(names):
-                own = slice(i * args.batch_size, (i + 1) * args.batch_size)
-                entry["data"][name] = inputs[:, own]
-                entry["target"][name] = targets[:, own].flatten()
-                entry["hidden"][name] = before[:, :, own].cpu()
-                entry["loss"][name] = loss_of(scores[:, own], targets[:, own]).item()
+            entry = {"data": inputs, "target": targets.flatten(), "hidden": before.cpu(),
+                     "loss": loss.item()}
             if training:
                 optimizer.zero_grad()
                 loss.backward()
@@ -172,31 +152,24 @@ def write(model: WholeModel, language: data.Language, args: Namespace) -> list[i
     return sample
 
 
-def trainer_names(args: Namespace) -> list[str]:
-    """Return the names of ranks 1, 2, ..."""
-    return [role_name(rank, args.world_size) for rank in range(1, args.world_size)]
-
-
 # --- what is held against it
 
 
 class Seen:
-    """Keeps what the trainer of this process does.
+    """Keeps what the trainer does.
 
     `initial`: its first weights. `entries`: a dict for each piece of text, of the training and of
     the validation: the tokens read, the state before them, the targets, the loss, and in training
-    the gradients and the weights after the step. `together`: whether all trainers had loaded a
-    checkpoint before this one went on. `seconds`: of its clock, on which a backward takes 1, and
-    1000 what is between two epochs.
+    the gradients and the weights after the step. `seconds`: of its clock, on which a backward takes
+    1, and 1000 what is between two epochs.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.model, self.initial, self.entries = rank, None, None, []
-        self.together, self.seconds = False, 0
+    def __init__(self) -> None:
+        self.model, self.initial, self.entries, self.seconds = None, None, [], 0
 
     def begin(self, model: tutorial.RNNModel) -> None:
         """Look at a model that has just been made."""
-        self.model = weakref.proxy(model)  # a DDP must not outlive its group
+        self.model = model
         self.initial = self.look()["weights"]
 
     def before_forward(self, module: nn.Module, inputs: tuple) -> None:
@@ -219,21 +192,17 @@ class Seen:
             self.entries[-1] |= self.look(context_id)
 
     def look(self, context_id: int | None = None) -> dict[str, OfParts]:
-        """Return the `state_of` the LSTM here, and for the first trainer of the tables."""
-        states = {"LSTM": state_of(getattr(self.model.rnn, "module", self.model.rnn), context_id)}
-        if self.rank == 1:
-            tables = ("table", self.model.emb_table_rref), ("decoder", self.model.decoder_rref)
-            for part, rref in tables:
-                states[part] = rpc.rpc_sync(rref.owner(), state_there, args=(rref, context_id))
+        """Return the `state_of` the LSTM here, and of the tables on the server."""
+        states = {"LSTM": state_of(self.model.rnn, context_id)}
+        tables = ("table", self.model.emb_table_rref), ("decoder", self.model.decoder_rref)
+        for part, rref in tables:
+            states[part] = rpc.rpc_sync(rref.owner(), state_there, args=(rref, context_id))
         return {what: {part: state[what] for part, state in states.items()}
                 for what in ("gradients", "weights")}
 
 
 def state_of(module: nn.Module, context_id: int | None) -> OfParts:
-    """Copy the "gradients" and "weights" of a part.
-
-    Gradients are in the context; with `prefetch.py`, those of the table are in `.grad`.
-    """
+    """Copy the "gradients", which are in the context, and the "weights" of a part."""
     return {"gradients": named_gradients(module, context_id), "weights": named_weights(module)}
 
 
@@ -242,44 +211,22 @@ def state_there(part_rref: rpc.RRef, context_id: int | None) -> OfParts:
     return state_of(part_rref.local_value(), context_id)
 
 
-def let_all_pass(recorder: Recorder) -> None:
-    """Let dropout change nothing, and keep its probabilities in the training."""
-
-    @recorder.around(nn.Dropout, "forward")
-    def of_part(_, module, input):
-        if module.training:
-            dropped.append(module.p)
-        return input
-
-    @recorder.around(nn.LSTM, "forward")
-    def between_layers(forward, module, *inputs):
-        if module.training:
-            dropped.append(module.dropout)
-        with mock.patch.object(module, "dropout", 0.0):
-            return forward(module, *inputs)
-
-
-def dropped_there() -> list[float]:
-    """Return, on the server, the probability of each dropout there."""
-    return dropped
-
-
 def shortened(language: data.Language, args: Namespace) -> data.Language:
     """Return the first tokens of a language: four steps an epoch, and two of validation.
 
     The last ones are shorter, and a few tokens fill no row.
     """
-    n_columns = args.batch_size * (args.world_size - 1)
+    n_columns = args.batch_size
     last = args.bptt // 2 + 1
     train, val = ((n * args.bptt + last + 1) * n_columns + n_columns // 2 for n in (3, 1))
     return language._replace(train=language.train[:train], val=language.val[:val])
 
 
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Run the program `args.program`, recorded; the first trainer returns the findings."""
+    """Run the program, recorded; the trainer returns the findings."""
     torch.set_default_dtype(torch.float64)
     torch.backends.cudnn.enabled = False  # its LSTM draws dropout from a sequence of its own
-    program, seen, everyone = importlib.import_module(args.program), Seen(rank), []
+    seen = Seen()
     with Recorder() as recorder:
         recorder.on_forward(seen.before_forward, seen.after_forward)
         recorder.on_context(after=seen.after_step)
@@ -295,80 +242,40 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
             seen.seconds += 1000
             original(*place, **mode)
 
-        if world_size > 2:
-            let_all_pass(recorder)
-
-        for part in (tutorial.EmbeddingTable, tutorial.Decoder):
-            @recorder.around(part, "__init__")
-            def make_slowly(init, *place):
-                time.sleep(PART_S)
-                init(*place)
-
         @recorder.around(tutorial, "load_language")
         def load_language(load, args):
             return shortened(load(args), args)
 
-        @recorder.around(tutorial, "run_trainer")
-        def run_trainer(train, rank, world_size, args, model_class=tutorial.RNNModel, *how):
-            @recorder.around(model_class, "__init__")
-            def make(init, model, *sizes):
-                init(model, *sizes)
-                seen.begin(model)
+        @recorder.around(tutorial.RNNModel, "__init__")
+        def make(init, model, *sizes):
+            init(model, *sizes)
+            seen.begin(model)
 
-            metrics = train(rank, world_size, args, model_class, *how)
-            mine = {name: getattr(seen, name) for name in ("initial", "entries", "together")}
-            mine["dropped"] = {"trainer": dropped, "server": rpc.rpc_sync("ps", dropped_there)}
-            everyone.extend(gathered(mine) if dist.is_initialized() else [mine])
-            return metrics
-
-        barriers = Barriers(recorder)
-
-        @recorder.around(saving, "restore")
-        def restore(original, *place):
-            restored = original(*place)
-            seen.together = dist.is_initialized() and barriers.all_had_come()
-            return restored
-
-        @recorder.around(DistributedOptimizer, "step")
-        def late_step(step, opt, context_id):
-            if rank == 1 and world_size > 2:
-                time.sleep(STEP_S)
-            return step(opt, context_id)
-
-        metrics = program.run_worker(rank, world_size, args)
-    return compare(everyone, metrics, args) if rank == 1 else None
+        metrics = tutorial.run_worker(rank, world_size, args)
+    return compare(seen, metrics, args) if rank == 1 else None
 
 
-def compare(recordings: list[dict], metrics: dict, args: Namespace) -> dict:
-    """Hold the recordings of all trainers, and the metrics, against `single_process`."""
-    found, names = Comparison(f"{args.world_size} processes"), trainer_names(args)
-    language, weights = data.load_language(args), recordings[0]["initial"]
-    if hold_first_weights(found, recordings, names, language.ntoken, args):
-        alone = single_process(args, weights, shortened(language, args))
-        if args.resume and len(names) > 1:
-            together = [recording["together"] for recording in recordings]
-            found.holds("restored", all(together), "all trainers had loaded the checkpoint before "
-                        f"one of them went on: {together}")
+def compare(seen: Seen, metrics: dict, args: Namespace) -> dict:
+    """Hold what the trainer has done, and the metrics, against `single_process`."""
+    found, language = Comparison(f"{args.world_size} processes"), data.load_language(args)
+    if hold_first_weights(found, seen.initial, language.ntoken, args):
+        alone = single_process(args, seen.initial, shortened(language, args))
         if args.resume:
             # It begins with the second epoch; the loss before the first one is in the checkpoint.
             del alone["steps"][: EPOCHS - 1], alone["evaluations"][:EPOCHS]
-        hold_training(found, recordings, names, alone["steps"])
-        if len(names) > 1:
-            hold_dropout(found, recordings, names, len(sum(alone["steps"], [])), args)
-        hold_reading(found, "validation", recorded(recordings, names, training=False),
+        hold_training(found, seen, alone["steps"])
+        hold_reading(found, "validation", recorded(seen, training=False),
                      sum(alone["evaluations"], []), "piece")
         hold_metrics(found, metrics, alone, language, args)
     return found.as_dict()
 
 
-def hold_first_weights(found: Comparison, recordings: list[dict], names: list[str],
-                       ntoken: int, args: Namespace) -> bool:
-    """Hold the weights before the first step: by the seed, and alike on all trainers.
+def hold_first_weights(found: Comparison, weights: OfParts, ntoken: int, args: Namespace) -> bool:
+    """Hold the weights before the first step against those that the seed gives.
 
     Returns:
         Whether they have the sizes that the flags give.
     """
-    weights = recordings[0]["initial"]
     torch.manual_seed(3 * args.seed + 1)
     drawn = {"LSTM": dict(nn.LSTM(args.ninp, args.nhid, args.nlayers).named_parameters()),
              "table": {"encoder.weight": uniform((ntoken, args.ninp), 3 * args.seed)},
@@ -377,11 +284,6 @@ def hold_first_weights(found: Comparison, recordings: list[dict], names: list[st
     difference = found.equal(
         "first weights, drawn", [weights], [drawn],
         "the seed gives them; those of table and decoder between -0.1 and 0.1", "model")
-    if len(recordings) > 1:
-        replicas = {name: recording["initial"]["LSTM"]
-                    for name, recording in zip(names, recordings, strict=True)}
-        found.equal("first weights, replicas", [replicas], [dict.fromkeys(names, weights["LSTM"])],
-                    "DDP sends those of the first trainer to all", "model")
     return difference < math.inf
 
 
@@ -391,49 +293,32 @@ def uniform(shape: tuple[int, int], seed: int) -> torch.Tensor:
     return torch.empty(shape).uniform_(-0.1, 0.1, generator=generator)
 
 
-def hold_training(found: Comparison, recordings: list[dict], names: list[str],
-                  epochs: list[list[dict]]) -> None:
+def hold_training(found: Comparison, seen: Seen, epochs: list[list[dict]]) -> None:
     """Hold every step: what it reads, its losses, the gradients and weights that come of it."""
-    steps, expected = recorded(recordings, names, training=True), sum(epochs, [])
+    steps, expected = recorded(seen, training=True), sum(epochs, [])
     hold_reading(found, "training", steps, expected, "step")
-    history = sum(entry["with history"] for step in steps for entry in step.values())
+    history = sum(step["with history"] for step in steps)
     found.holds("training, states without history", history == 0,
-                f"{history} of {len(steps) * len(names)} states carry the graph of the step before")
+                f"{history} of {len(steps)} states carry the graph of the step before")
     for what, title in (("gradients", "gradients in the context"),
                         ("weights", "weights after each step")):
         for part in PARTS:
-            owners = names if part == "LSTM" else names[:1]  # only the first one fetches the tables
             found.close(f"{title}, {part}",
-                        [{name: step[name].get(what, {}).get(part, {}) for name in owners}
-                         for step in steps],
-                        [{name: step[what][part] for name in owners} for step in expected],
+                        [step.get(what, {}).get(part, {}) for step in steps],
+                        [step[what][part] for step in expected],
                         TOLERANCE, BECAUSE)
 
 
-def hold_dropout(found: Comparison, recordings: list[dict], names: list[str], n_steps: int,
-                 args: Namespace) -> None:
-    """Hold the calls of dropout: the LSTM's on each trainer, those of both parts on the server."""
-    counted = {name: Counter(map(str, recording["dropped"]["trainer"]))
-               for name, recording in zip(names, recordings, strict=True)}
-    counted["ps"] = Counter(map(str, recordings[0]["dropped"]["server"]))
-    expected = dict.fromkeys(names, n_steps) | {"ps": 2 * n_steps * len(names)}
-    found.equal("training, dropout", [counted],
-                [{name: {str(args.dropout): n} for name, n in expected.items()}],
-                f"--dropout {args.dropout} in each of {n_steps} steps", "run")
+def recorded(seen: Seen, training: bool) -> list[dict]:
+    """Return the entry of each finished step or piece of validation text."""
+    return [entry for entry in seen.entries if "loss" in entry and entry["training"] == training]
 
 
-def recorded(recordings: list[dict], names: list[str], training: bool) -> list[dict[str, dict]]:
-    """Return the entry of each trainer, for each finished step or piece of validation text."""
-    of_each = [[entry for entry in recording["entries"]
-                if "loss" in entry and entry["training"] == training] for recording in recordings]
-    return [dict(zip(names, entries, strict=True)) for entries in zip(*of_each, strict=False)]
-
-
-def hold_reading(found: Comparison, title: str, pieces: list[dict[str, dict]],
-                 expected: list[dict], unit: str) -> None:
+def hold_reading(found: Comparison, title: str, pieces: list[dict], expected: list[dict],
+                 unit: str) -> None:
     """Hold the tokens of each piece of text, the state before it, and its loss."""
     def ours(key):
-        return [{name: entry.get(key, []) for name, entry in piece.items()} for piece in pieces]
+        return [piece.get(key, []) for piece in pieces]
 
     def theirs(key):
         return [piece[key] for piece in expected]
@@ -455,7 +340,7 @@ def hold_metrics(found: Comparison, metrics: dict, alone: dict, language: data.L
                 [{key: expected[key] for key in once}], TOLERANCE, BECAUSE, "run")
     found.equal("metrics, round trips and speed",
                 [[metrics["rpc_round_trips_per_step"], metrics["steps_per_s"]]],
-                [[ROUND_TRIPS[args.program.split(".")[1]], 1]],
+                [[ROUND_TRIPS, 1]],
                 "RPCs of a step, which takes a second on the clock of the check", "run")
     if args.corpus:
         hold_text(found, metrics["sample"], alone["sample"], language, args)
@@ -509,7 +394,7 @@ def drawn(chain: torch.Tensor, seed: int) -> list[int]:
 
 
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
-    """Hold short trainings of a program against a single process.
+    """Hold short trainings against a single process.
 
     Returns:
         `{what: difference}`, None where nothing is reported.
@@ -517,7 +402,7 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
     Raises:
         SystemExit: 1 if something does not hold.
     """
-    args.program, args.epochs = program.__name__, EPOCHS
+    args.epochs = EPOCHS
     args.dropout, args.nlayers = args.dropout or DROPOUT, max(2, args.nlayers)
     local = args.rank is None and not dist.is_torchelastic_launched()
     with tempfile.TemporaryDirectory() as folder:

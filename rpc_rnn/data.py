@@ -15,6 +15,7 @@ NTOKEN = 10  # of the synthetic language; the tutorial's number
 CONCENTRATION = 0.2  # the smaller, the fewer tokens are likely to come next
 TRAIN_TOKENS, VAL_TOKENS = 200_000, 50_000
 VAL_SHARE = 0.1  # of a text
+TRAINER = 1  # the rank that reads it, and that prints under torchrun what is refused
 
 
 class Language(NamedTuple):
@@ -79,7 +80,7 @@ def entropy(probabilities: np.ndarray) -> np.ndarray:
 
 
 def load_language(args: Namespace) -> Language:
-    """Load the language of `--corpus`, or make the synthetic one, the same on every trainer.
+    """Load the language of `--corpus`, or make the synthetic one.
 
     Raises:
         OSError, UnicodeDecodeError, ValueError: if the corpus cannot be read, or is no text.
@@ -100,23 +101,18 @@ def load_language(args: Namespace) -> Language:
     return Language(train, val, len(vocabulary), None, None, vocabulary)
 
 
-def columns(tokens: torch.Tensor, batch_size: int, trainer: int, n_trainers: int) -> torch.Tensor:
-    """Cut tokens into columns that are read side by side, and return those of one trainer.
+def columns(tokens: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Cut tokens into columns that are read side by side.
 
     Args:
         tokens: one after the other.
-        batch_size: columns of a trainer.
-        trainer: from 0.
-        n_trainers: among whom the columns are divided.
+        batch_size: how many columns.
 
     Returns:
-        A LongTensor (length, batch_size). The last few tokens, which fill no row of the columns of
-        all trainers, are left out.
+        A LongTensor (length, batch_size). The last few tokens, which fill no row, are left out.
     """
-    n_columns = batch_size * n_trainers
-    length = len(tokens) // n_columns
-    table = tokens[: length * n_columns].view(n_columns, length)
-    return table[trainer * batch_size : (trainer + 1) * batch_size].t().contiguous()
+    length = len(tokens) // batch_size
+    return tokens[: length * batch_size].view(batch_size, length).t().contiguous()
 
 
 def get_next_batch(table: torch.Tensor, bptt: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -139,7 +135,7 @@ def require_inputs(args: Namespace) -> Language | None:
     Raises:
         SystemExit: 2 after one line.
     """
-    if not cli.starts_rank(args, 1) and cli.starts_rank(args, 0):
+    if not cli.starts_rank(args, 1):
         return None
     language = require_language(args)
     require_model(language, args)
@@ -148,29 +144,24 @@ def require_inputs(args: Namespace) -> Language | None:
 
 def require_language(args: Namespace) -> Language:
     """Return the language; refuse one that cannot be read or does not fill all columns."""
-    n_trainers, speaker = args.world_size - 1, first_trainer_here(args)
-    n_columns = args.batch_size * n_trainers
     # An input and a target in each column, also of the validation part.
-    fewest = math.ceil(2 * n_columns / VAL_SHARE)
+    fewest = math.ceil(2 * args.batch_size / VAL_SHARE)
     wanted = f"--corpus {args.corpus} must be a UTF-8 text of at least {fewest} characters"
     if args.corpus is not None:
-        if not cli.require_file("--corpus", args.corpus, speaker):
-            refuse(f"{wanted} (no such file)", speaker)
-        # A character has 4 bytes at most, and in each trainer it becomes a token of 8.
-        of_trainer = 8 * args.corpus.stat().st_size // 4
-        cli.require_memory(args, ["corpus"], n_trainers_here(args) * of_trainer, speaker)
+        if not cli.require_file("--corpus", args.corpus, TRAINER):
+            refuse(f"{wanted} (no such file)", TRAINER)
+        # A character has 4 bytes at most, and in the trainer it becomes a token of 8.
+        cli.require_memory(args, ["corpus"], 8 * args.corpus.stat().st_size // 4, TRAINER)
     try:
         language = load_language(args)
     except (OSError, ValueError) as error:
         reason = error.strerror.lower() if isinstance(error, OSError) else "this is no text"
-        refuse(f"{wanted} ({reason})", speaker)
-    if len(language.val) < 2 * n_columns:
+        refuse(f"{wanted} ({reason})", TRAINER)
+    if len(language.val) < 2 * args.batch_size:
         if args.corpus is None:
-            trainers = "1 trainer" if n_trainers == 1 else f"{n_trainers} trainers"
-            refuse(f"{given(args, 'batch_size')} must be at most "
-                   f"{len(language.val) // 2 // n_trainers} for {trainers}", speaker)
+            refuse(f"{given(args, 'batch_size')} must be at most {len(language.val) // 2}", TRAINER)
         refuse(f"{wanted}, or {given(args, 'batch_size')} smaller: it has "
-               f"{len(language.train) + len(language.val)}", speaker)
+               f"{len(language.train) + len(language.val)}", TRAINER)
     return language
 
 
@@ -181,20 +172,10 @@ def require_model(language: Language, args: Namespace) -> None:
     deeper = (args.nlayers - 1) * (2 * args.nhid + 2)
     lstm = 4 * args.nhid * (args.ninp + args.nhid + 2 + deeper)
     # Four gates and a state of each token, which the backward pass needs.
-    rows = min(args.bptt, len(language.train) // (args.batch_size * (args.world_size - 1)) - 1)
+    rows = min(args.bptt, len(language.train) // args.batch_size - 1)
     states = 5 * rows * args.batch_size * args.nhid * args.nlayers if cli.on_cpu(args) else 0
     # Besides, PyTorch needs hundreds of bytes for each of the four parameters of a layer.
     of_trainer = 4 * (weights * lstm + states) + 1000 * args.nlayers
     of_server = 4 * weights * tables if 0 in cli.ranks_here(args) else 0
     cli.require_memory(args, ["ninp", "nhid", "nlayers"],
-                       of_server + n_trainers_here(args) * of_trainer, first_trainer_here(args))
-
-
-def n_trainers_here(args: Namespace) -> int:
-    """Count the trainers that this command starts; under torchrun, those of this machine."""
-    return sum(rank > 0 for rank in cli.ranks_here(args))
-
-
-def first_trainer_here(args: Namespace) -> int:
-    """Return the rank of the first one: under torchrun, it prints what is refused."""
-    return max(1, cli.ranks_here(args)[0])
+                       of_server + of_trainer, TRAINER)

@@ -20,13 +20,9 @@ backward and optimizer step each cross the wire, and read like those of a local 
     torchrun --nproc_per_node 2 rpc_rnn/main.py       under torchrun
 
 It ends with: loss 2.30 -> 1.20 (the source's entropy is 1.18) | validation perplexity 3.33 | ...
-
-prefetch.py does the same with 5 round trips a step instead of 7; several_trainers.py has one set of
-tables for two trainers or more.
 """
 
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,8 +42,8 @@ RPC_THREADS = 4  # that execute incoming calls; with 16, the default, a step tak
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank: 0 is the parameter server, all others are trainers."""
-    return PS_NAME if rank == 0 else "trainer" if world_size == 2 else f"trainer{rank}"
+    """Return the name of a rank: 0 is the parameter server, 1 the trainer."""
+    return PS_NAME if rank == 0 else "trainer"
 
 
 class Part(nn.Module):
@@ -142,10 +138,6 @@ class RNNModel(nn.Module):
         remote_params.extend(self.decoder_rref.rpc_sync().parameter_rrefs())
         return remote_params
 
-    def make_optimizer(self, args: Namespace) -> DistributedOptimizer:
-        """Make one optimizer for parameters anywhere, each of which steps where it is."""
-        return DistributedOptimizer(Adam, self.parameter_rrefs(), lr=args.lr)  # Tutorial: optim.SGD
-
     def set_mode(self, training: bool, seed: int) -> None:
         """Switch dropout on or off in all parts, and seed its masks.
 
@@ -167,25 +159,23 @@ def _parameter_rrefs(module: nn.Module) -> list[rpc.RRef]:
     return [rpc.RRef(param) for param in module.parameters()]
 
 
-def run_trainer(rank: int, world_size: int, args: Namespace,
-                model_class: type[RNNModel] = RNNModel,
-                get_next_batch: Callable = get_next_batch) -> dict | None:
-    """Train; the first trainer returns the metrics, all others None."""
+def run_trainer(args: Namespace) -> dict:
+    """Train; return the metrics."""
     language = load_language(args)
-    # Each trainer reads columns of its own; here there is one trainer, which reads all.
-    train_table, val_table = (columns(tokens, args.batch_size, rank - 1, world_size - 1)
+    train_table, val_table = (columns(tokens, args.batch_size)
                               for tokens in (language.train, language.val))
-    model = model_class(PS_NAME, language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout,
-                        args.seed, args.device)
-    opt = model.make_optimizer(args)  # DistributedOptimizer(Adam, model.parameter_rrefs(), ...)
+    model = RNNModel(PS_NAME, language.ntoken, args.ninp, args.nhid, args.nlayers, args.dropout,
+                     args.seed, args.device)
+    # One optimizer for parameters anywhere, each of which steps where it is.
+    opt = DistributedOptimizer(Adam, model.parameter_rrefs(), lr=args.lr)  # Tutorial: optim.SGD
     criterion = nn.CrossEntropyLoss()
     epochs, initial_val_loss = (
-        saving.restore(model, opt, rank, args) if args.resume
+        saving.restore(model, opt, args) if args.resume
         else ([], results.evaluate(model, criterion, val_table, args.bptt)))
     history = results.History(args, train_table, epochs, initial_val_loss, opt)
     for epoch in range(len(epochs), args.epochs):
         # A seed for the dropout of each epoch: a resumed training goes on as if never stopped.
-        model.set_mode(training=True, seed=1_000_000 * args.seed + 1000 * epoch + 2 * rank)
+        model.set_mode(training=True, seed=1_000_000 * args.seed + 1000 * epoch + 2)
         hidden = model.init_hidden(args.batch_size)
         history.begin_epoch()
         for data, target in get_next_batch(train_table, args.bptt):
@@ -202,29 +192,26 @@ def run_trainer(rank: int, world_size: int, args: Namespace,
                 opt.step(context_id)
                 history.add(loss, len(data), context_id)
         history.end_epoch(results.evaluate(model, criterion, val_table, args.bptt))
-        if rank == 1:
-            saving.save(model, opt, history, language, args)
-    return results.summary(history, model, language, args) if rank == 1 else None
+        saving.save(model, opt, history, language, args)
+    return results.summary(history, model, language, args)
 
 
-def run_worker(rank: int, world_size: int, args: Namespace,
-               model_class: type[RNNModel] = RNNModel,
-               get_next_batch: Callable = get_next_batch) -> dict | None:
-    """Serve on rank 0; elsewhere train, and return the metrics."""
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Serve on rank 0; on rank 1 train, and return the metrics."""
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args, RPC_THREADS))
     # The server has nothing to do here: it answers the trainer's calls until that has finished.
     # Tutorial: defines run_trainer, and calls _run_trainer.
     metrics = None
     if rank != 0:
-        metrics = run_trainer(rank, world_size, args, model_class, get_next_batch)
+        metrics = run_trainer(args)
     rpc.shutdown()
     return metrics
 
 
-def build_parser(example: str = "rpc_rnn", description: str = __doc__) -> Parser:
-    """Return the parser of this program's flags, or of a variant's."""
-    parser = Parser(example, description, world_size=2, min_world_size=2)
+def build_parser() -> Parser:
+    """Return the parser of this program's flags."""
+    parser = Parser("rpc_rnn", __doc__, world_size=2, min_world_size=2)
     parser.set_defaults(checkpoint_rank=1)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--corpus", type=Path, metavar="FILE", help="a UTF-8 text (default: a synthetic language)")
@@ -248,8 +235,7 @@ def require_one_trainer(args: Namespace) -> None:
         SystemExit: 2 after one line.
     """
     if args.world_size != 2:
-        refuse(f"--world_size {args.world_size} must be 2, a server and one trainer; "
-               "several_trainers.py has more", rank=1)
+        refuse(f"--world_size {args.world_size} must be 2, a server and one trainer", rank=1)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -5,7 +5,6 @@ import time
 from argparse import Namespace
 
 import torch
-import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from common import picture, report
 from common.report import NotFiniteError
@@ -39,7 +38,7 @@ class History:
 
     Args:
         args: the parsed flags.
-        table: the tokens of this trainer's columns.
+        table: the tokens that are trained on, in columns.
         epochs: `{"loss", "val_loss"}` of each epoch so far, in nats per token.
         initial_val_loss: the loss of the validation tokens before the first step.
         opt: what steps the model.
@@ -49,11 +48,10 @@ class History:
                  initial_val_loss: float, opt: DistributedOptimizer) -> None:
         self.epochs, self.initial_val_loss, self.opt = [*epochs], initial_val_loss, opt
         self.steps, self.train_s, self.round_trips = 0, 0.0, None
-        here = rpc.get_worker_info()
-        self.role, self.reports = here.name, here.id == 1  # the first trainer, for all
+        self.role = rpc.get_worker_info().name
         n_steps = math.ceil((len(table) - 1) / args.bptt)  # of an epoch
         self.bar = report.progress(args.epochs * n_steps, "step", len(epochs) * n_steps,
-                                   self.reports, self.role)
+                                   role=self.role)
 
     def begin_epoch(self) -> None:
         """Begin to count the time of an epoch."""
@@ -82,43 +80,36 @@ class History:
         sent, received = len(context._send_functions()), len(context._recv_functions())
         # Every tensor that came or went with a graph sends its gradient back.
         forward, backward = received, sent + received
-        average = 2 if dist.is_initialized() and dist.get_rank() == 0 else 0
         step = sum(not optimizer.is_owner() for optimizer in self.opt.remote_optimizers)
         # At its end, the context is released on all other workers that know it.
         release = len(set(context._known_worker_ids()) - {rpc.get_worker_info().id})
-        self.round_trips = forward + backward + average + step + release
+        self.round_trips = forward + backward + step + release
 
     def end_epoch(self, val_loss: float) -> None:
         """Add the epoch, with the loss of the validation tokens after it, and print its line."""
         self.epochs.append({"loss": mean_loss(self.losses), "val_loss": val_loss})
         self.steps += len(self.losses)
         self.train_s += self.ended - self.began  # without the validation
-        if self.reports:
-            text = "epoch {}  loss {loss:.3f}  validation loss {val_loss:.3f}"
-            report.log(self.role, text.format(len(self.epochs), **self.epochs[-1]))
+        text = "epoch {}  loss {loss:.3f}  validation loss {val_loss:.3f}"
+        report.log(self.role, text.format(len(self.epochs), **self.epochs[-1]))
 
 
 def mean_loss(losses: list[tuple[float, int]]) -> float:
-    """Return the mean loss of a token, over all trainers.
+    """Return the mean loss of a token.
 
     Args:
         losses: (mean loss, how many rows of tokens it stands for) of each piece of text.
     """
     rows = sum(n for _, n in losses)
-    loss = sum(loss * n / rows for loss, n in losses)
-    if not dist.is_initialized():  # one trainer
-        return loss
-    of_trainers = [None] * dist.get_world_size()
-    dist.all_gather_object(of_trainers, loss)
-    return sum(of_trainers) / len(of_trainers)  # each stands for equally many tokens
+    return sum(loss * n / rows for loss, n in losses)
 
 
 def evaluate(model: nn.Module, criterion: nn.Module, table: torch.Tensor, bptt: int) -> float:
-    """Return the mean loss of a token without dropout, over the columns of all trainers.
+    """Return the mean loss of a token without dropout.
 
     Args:
         model, criterion: as in the training: an `RNNModel`, and a loss of scores and targets.
-        table: the tokens of this trainer's columns: shape (length, batch_size).
+        table: the tokens, in columns: shape (length, batch_size).
         bptt: how many rows are read at a time.
     """
     model.set_mode(training=False, seed=0)
@@ -127,7 +118,6 @@ def evaluate(model: nn.Module, criterion: nn.Module, table: torch.Tensor, bptt: 
         for data, target in get_next_batch(table, bptt):
             output, hidden = model(data, hidden)
             losses.append((criterion(output.flatten(0, 1), target.flatten()).item(), len(data)))
-    # Also a barrier: nobody switches dropout on before all trainers are done.
     return mean_loss(losses)
 
 

@@ -4,7 +4,6 @@ import io
 from argparse import Namespace
 
 import torch
-import torch.distributed as dist
 from common import checkpoint
 from torch import nn
 from torch.distributed import rpc
@@ -40,7 +39,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Fetch all parameters of an `RNNModel` from where they are, named as in `LocalRNNModel`."""
     table, decoder = model.emb_table_rref, model.decoder_rref
     parts = {"emb_table": rpc.rpc_sync(table.owner(), _weights_of, args=(table,)),
-             "rnn": _on_cpu(_lstm(model).state_dict()),
+             "rnn": _on_cpu(model.rnn.state_dict()),
              "decoder": rpc.rpc_sync(decoder.owner(), _weights_of, args=(decoder,))}
     return {f"{part}.{name}": tensor for part in PARTS for name, tensor in parts[part].items()}
 
@@ -80,34 +79,19 @@ def save(model: nn.Module, opt: DistributedOptimizer, history: History, language
         "initial_val_loss": history.initial_val_loss, "vocabulary": language.vocabulary})
 
 
-def restore(model: nn.Module, opt: DistributedOptimizer, rank: int,
+def restore(model: nn.Module, opt: DistributedOptimizer,
             args: Namespace) -> tuple[list[dict[str, float]], float]:
     """Put the parts of a checkpoint where they belong; return its epochs, the loss before them."""
-    message = [checkpoint.load(args) if rank == 1 else None]
-    if dist.is_initialized():
-        # The other trainers may be on machines without the file.
-        dist.broadcast_object_list(message)
-    state = message[0]
+    state = checkpoint.load(args)
     parts = {part: {name.removeprefix(f"{part}."): tensor
                     for name, tensor in state["model"].items() if name.startswith(f"{part}.")}
              for part in PARTS}
-    _lstm(model).load_state_dict(parts["rnn"])
+    model.rnn.load_state_dict(parts["rnn"])
     for part, rref in (("emb_table", model.emb_table_rref), ("decoder", model.decoder_rref)):
-        # All trainers send the same.
         rpc.rpc_sync(rref.owner(), _load_weights, args=(rref, parts[part]))
-    # The server's optimizer comes first, the LSTM's last, and only the first trainer has both.
-    last_first = zip(reversed(opt.remote_optimizers), reversed(state["optimizers"]), strict=False)
-    for local, saved in last_first:
+    for local, saved in zip(opt.remote_optimizers, state["optimizers"], strict=True):
         rpc.rpc_sync(local.owner(), _load_optimizer_state, args=(local, saved))
-    if dist.is_initialized():
-        # Or one trainer's backward could find that another has just loaded the tables.
-        dist.barrier()
     return state["epochs"], state["initial_val_loss"]
-
-
-def _lstm(model: nn.Module) -> nn.LSTM:
-    """Return the LSTM of an `RNNModel`, without the DDP around it."""
-    return getattr(model.rnn, "module", model.rnn)
 
 
 def _on_cpu(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

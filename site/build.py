@@ -38,7 +38,7 @@ LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 # The file of the code that follows.
 CODE = re.compile(r"(?<=-->\n\n)(\[`.*`\]\(.*\))$(?=\n\n\Z)", re.MULTILINE)
-# The sentence that leads to a replay, and what shows that below it.
+# The line that leads to a replay, and what shows that below it.
 REPLAY = re.compile(r"<!-- replay (\w+) -->\n.*?\]\((\S+?\.json)\).*?\n<!-- end -->", re.DOTALL)
 FRAME = ('\n\n<iframe class="replay" name="{}" loading="lazy" title="{}: {}" src="{}">'
          "</iframe>\n")
@@ -47,9 +47,9 @@ WIDE = "[\u3001-\u30ff\u4e00-\u9fff\uff01-\uff5e]"  # a Japanese character
 BROKEN = re.compile(rf"(?<={WIDE})\n *(?![\s*|#<>{{-]|\d+\.)|(?<=[^\s|>])\n *(?={WIDE})")
 LARGEST = 200_000  # bytes of a file that is shown with its lines
 WORDS = {"ja": {"name": "PyTorch分散学習チュートリアル", "guide": "解説", "lessons": "レッスン",
-                "more": "資料", "measured": "測定の記録", "replay": "再生"},
+                "more": "資料", "replay": "再生"},
          "en": {"name": "Distributed PyTorch tutorials", "guide": "Guide", "lessons": "Lessons",
-                "more": "More", "measured": "Measurements", "replay": "replay"}}
+                "more": "More", "replay": "replay"}}
 
 
 def pages(language):
@@ -74,11 +74,11 @@ def own(name, language):
 def nav(language, titles):
     """What the site shows on its left."""
     words = WORDS[language]
-    rest = [name for name in titles if "/" not in name and name != "index.md"]
-    measured = [name for name in titles if name.startswith("measurements/")]
+    rest = [name for name in titles if name != "index.md"
+            and not name.startswith(("lessons/", "folders/"))]
     groups = {words["guide"]: [f"lessons/{name}.md" for name in GUIDE],
               words["lessons"]: [f"folders/{name}.md" for name in LESSONS],
-              words["more"]: rest, words["measured"]: measured}
+              words["more"]: rest}
     return [{titles["index.md"]: "index.md"}, *(
         {group: [{titles[name]: name} for name in names]} for group, names in groups.items())]
 

@@ -4,13 +4,11 @@ import functools
 import json
 from argparse import Namespace
 
-import pytest
 from common.program import run_program
 
-from batch_rl import double_buffering, until_solved
 from batch_rl import main as batch_rl
+from batch_rl import until_solved
 from batch_rl.results import finish_training, shown_first
-from benchmarks import batch_rl as benchmark
 from benchmarks import one_process
 from tests.helpers import args_of, commands_in, results_of, script
 
@@ -34,9 +32,8 @@ def test_compare(tmp_path):
     assert (folder / "batch_vs_single.png").exists()
 
 
-# The training of until_solved.py, with other agents than its own.
+# The training of until_solved.py, with another agent than its own.
 train_plain = functools.partial(until_solved.run_worker, agent_class=batch_rl.Agent)
-train_double_buffered = functools.partial(until_solved.run_worker, agent_class=double_buffering.DoubleBufferedAgent)
 
 
 def test_it_learns_and_one_seed_gives_one_training(tmp_path):
@@ -53,12 +50,11 @@ def test_it_learns_and_one_seed_gives_one_training(tmp_path):
     assert (tmp_path / "learning_curve.png").exists()
 
 
-@pytest.mark.parametrize(("run_worker", "envs"), [(until_solved.run_worker, "vector"), (train_double_buffered, "sync")])
-def test_one_seed_gives_one_training_to_the_last_digit(run_worker, envs, tmp_path):
+def test_one_seed_gives_one_training_to_the_last_digit(tmp_path):
     """Rewards of many episodes, which depend on all digits of the weights; also that it learns."""
-    flags = ["--envs", envs, "--envs_per_observer", "8", "--num_steps", "60", "--lr", "0.01", "--reward_threshold", "45"]
+    flags = ["--envs_per_observer", "8", "--num_steps", "60", "--lr", "0.01", "--reward_threshold", "45"]
     args = args_of(until_solved, tmp_path, *flags)
-    first, second = (run_program(run_worker, args, batch_rl.role_name, finish_training) for _ in range(2))
+    first, second = (run_program(until_solved.run_worker, args, batch_rl.role_name, finish_training) for _ in range(2))
     assert first["solved"]
     assert first["episodes"] > 5
     assert first["rewards"] == second["rewards"]
@@ -77,13 +73,6 @@ def test_a_timeline_shows_both_ways():
     of_two = Namespace(num_episode=1)
     assert shown_first(of_roles, of_two) == {"batched": (16, 50), "single": (82, 100)}
     assert shown_first(of_roles, Namespace()) == {"batched": (86, 100)}
-
-
-def test_benchmark(tmp_path):
-    flags = ["--observers", "2", "--envs_per_observer", "4", "--num_steps", "30", "--num_episode", "2"]
-    metrics = benchmark.main([*flags, "--output_dir", str(tmp_path)])
-    assert metrics["medians"].keys() == {"vector", "double_buffering"}
-    assert metrics["double_buffering_gain"] > 0
 
 
 def test_one_process(tmp_path):

@@ -2,38 +2,15 @@
 
 import json
 import time
-from types import SimpleNamespace
 
 import pytest
-import torch
 from torch.distributed import rpc
 
 from param_server import batch_update
-from param_server.flat_update import FlatParameterServer, FlatTrainer
-from tests.helpers import args_of, commands_in, results_of, script
+from tests.helpers import commands_in, results_of, script
 
 MAIN = "param_server/batch_update.py"
 SMALL = ["--arch", "resnet18", "--image_size", "32", "--batch_size", "4", "--num_classes", "5"]
-
-
-# --- pieces
-
-
-def test_both_trainers_send_the_same_numbers(monkeypatch, tmp_path):
-    """One tensor or hundreds."""
-    monkeypatch.setattr(rpc, "get_worker_info", lambda: SimpleNamespace(id=1))
-    args, sent = args_of(batch_update, tmp_path, *SMALL, "--device", "cpu"), []
-    for trainer_class, server_class in ((batch_update.Trainer, batch_update.BatchUpdateParameterServer),
-                                        (FlatTrainer, FlatParameterServer)):
-        trainer = trainer_class(None, args)
-        trainer.set_model(server_class(args).get_model())
-        inputs, labels = next(trainer.get_next_batch())
-        trainer.loss_fn(trainer.m(inputs), labels).backward()
-        sent.append(torch.cat([tensor.flatten() for tensor in trainer.get_gradients()]))
-    assert torch.equal(*sent)
-
-
-# --- what it computes
 
 
 def test_it_learns(tmp_path):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: what it keeps of its runs, and what it draws from them."""
+"""`python -m benchmarks`: what it keeps of its runs."""
 
 import json
 import signal
@@ -8,9 +8,8 @@ import time
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import latency, outputs, pictures
+from benchmarks import outputs
 from benchmarks.peers import collectives
-from benchmarks.two_machines import why_not
 
 MACHINE = {"cpu_count": 2, "device": "cpu", "torch": "2.13.0+cpu"}
 
@@ -19,7 +18,7 @@ MACHINE = {"cpu_count": 2, "device": "cpu", "torch": "2.13.0+cpu"}
 def bench(tmp_path, monkeypatch):
     """Commands that only write their number; `bench.fails` names the run that ends with an error."""
     class Bench:
-        runs, fails, drawn = [], None, []
+        runs, fails = [], None
         kept, results = tmp_path / "kept", tmp_path / "results"
 
     def measure(name, folder):
@@ -38,47 +37,33 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks, "KEPT", Bench.kept)
     monkeypatch.setattr(benchmarks, "RESULTS", Bench.results)
     monkeypatch.setattr(outputs, "path_of", lambda name: Bench.results / f"{name}.txt")
-    monkeypatch.setattr(pictures, "draw", lambda command, runs, folder: Bench.drawn.append(
-        (command, [run["wall_s"] for run in runs], folder)))
     return Bench
 
 
 def test_an_interrupted_measurement_continues(bench):
     bench.fails = 4
     with pytest.raises(SystemExit):
-        benchmarks.main(["latency", "rpc_rl"])
-    benchmarks.main(["latency", "rpc_rl"])
-    assert bench.runs == [(name, str(number)) for number in (1, 2, 3) for name in ("latency", "rpc_rl")]
-    written = json.loads((bench.results / "latency.json").read_text())
+        benchmarks.main(["ring", "rpc_rl"])
+    benchmarks.main(["ring", "rpc_rl"])
+    assert bench.runs == [(name, str(number)) for number in (1, 2, 3) for name in ("ring", "rpc_rl")]
+    written = json.loads((bench.results / "ring.json").read_text())
     assert written["median"]["wall_s"] == 2
     assert written["range"]["wall_s"] == [0, 4]
 
 
-def test_what_is_shown_is_of_all_runs_or_of_the_one_in_the_middle(bench):
-    benchmarks.main(["latency", "rpc_rl"])
-    command = benchmarks.HEADLINES["latency"][0]
-    assert bench.drawn == [(command, [4, 2, 0], bench.results / "latency")]
+def test_what_is_shown_is_of_the_run_in_the_middle(bench):
+    benchmarks.main(["ring", "rpc_rl"])
     (kept,) = (bench.results / "rpc_rl").iterdir()  # of the two that a run draws: what a page shows
     # Runs 1 to 3 took 3, 1 and 4 s.
     assert (kept.name, kept.read_text()) == ("learning_curve.png", "rpc_rl 1")
     assert (bench.results / "rpc_rl.txt").read_text().splitlines()[1:] == ["rpc_rl 1"]
-    assert not (bench.results / "latency.txt").exists()  # no page shows it
-    benchmarks.main(["latency", "--draw"])
-    assert len(bench.runs) == 6
-    assert bench.drawn == [(command, [4, 2, 0], bench.results / "latency")] * 2
+    assert not (bench.results / "ring.txt").exists()  # no page shows it
 
 
 def test_a_finished_measurement_begins_anew(bench):
-    benchmarks.main(["latency", "--rounds", "1"])
-    benchmarks.main(["latency", "--rounds", "1"])
+    benchmarks.main(["rpc_rl", "--rounds", "1"])
+    benchmarks.main(["rpc_rl", "--rounds", "1"])
     assert len(bench.runs) == 2
-
-
-def test_what_is_drawn_from_all_runs_can_be():
-    """Its program, or the results module of that, has `plot(runs, args)`."""
-    for name in pictures.FROM_ALL_RUNS:
-        plot = pictures.drawing_of(benchmarks.HEADLINES[name][0]).plot
-        assert plot.__code__.co_varnames[0] == "runs"
 
 
 PROGRAM = """
@@ -93,7 +78,7 @@ finally:
 
 
 def test_an_interruption_lets_the_command_tidy_up(tmp_path, monkeypatch):
-    """What it has made, two network namespaces for instance, is gone when `python -m benchmarks` ends."""
+    """What it has made is gone when `python -m benchmarks` ends."""
     (tmp_path / "program.py").write_text(PROGRAM.format(folder=tmp_path))
     monkeypatch.setitem(benchmarks.HEADLINES, "program", (str(tmp_path / "program.py"), ()))
 
@@ -107,16 +92,6 @@ def test_an_interruption_lets_the_command_tidy_up(tmp_path, monkeypatch):
         benchmarks.measure("program", tmp_path / "1")
     assert (tmp_path / "tidied").exists()
     assert not (tmp_path / "1").exists()
-
-
-def test_latency(tmp_path):
-    """It reads what two other benchmarks have measured on the two machines."""
-    if reason := why_not(round_trip_s=0):
-        pytest.skip(reason)
-    flags = "--round_trips 1 --turns 1 --steps 5 --envs_per_observer 4"
-    row, = latency.main([*flags.split(), "--output_dir", str(tmp_path)])["rows"]
-    assert row["prefetch_ratio"] == pytest.approx(row["plain_ms"] / row["prefetch_ms"])
-    assert row["double_buffering_ratio"] == pytest.approx(row["double_buffering_per_s"] / row["vector_per_s"])
 
 
 def test_rounds_of_collectives_become_one_row():

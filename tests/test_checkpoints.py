@@ -1,6 +1,6 @@
 """Nothing lost: each program with `--checkpoint`, killed, on a full disk, in a folder that becomes read-only.
 
-The table of the programs and what disturbs them are in `benchmarks/soak.py`, which does all of this more often.
+The table of the programs and what disturbs them are in `tests/interrupted.py`.
 """
 
 import contextlib
@@ -14,22 +14,18 @@ import torch
 from common import checkpoint
 from common.report import replacing
 
-from benchmarks import soak
-from tests import helpers
+from tests import helpers, interrupted
 from tests.test_flags import CHECKPOINTS
 
 # Their variants, which save in the same way and compute in another: (program of the table, variant, its flags).
 VARIANTS = (
-    ("rpc_rnn.main", "rpc_rnn.prefetch", ""),
-    ("rpc_rnn.main", "rpc_rnn.several_trainers", "--dropout 0"),  # or masks would depend on which trainer asks first
     ("param_server.main", "param_server.async_server", ""),
-    ("param_server.main", "param_server.bounded_server", "--max_staleness 0"),
     ("p2p_collectives.train_ddp", "p2p_collectives.train", ""),
     ("p2p_collectives.train_ddp", "p2p_collectives.train_flat", ""),
 )
-OF_TABLE = {program.lesson: program for program in soak.PROGRAMS}
-ALL = [*soak.PROGRAMS, *(OF_TABLE[of]._replace(lesson=lesson, flags=f"{OF_TABLE[of].flags} {flags}")
-                         for of, lesson, flags in VARIANTS)]
+OF_TABLE = {program.lesson: program for program in interrupted.PROGRAMS}
+ALL = [*interrupted.PROGRAMS, *(OF_TABLE[of]._replace(lesson=lesson, flags=f"{OF_TABLE[of].flags} {flags}")
+                                for of, lesson, flags in VARIANTS)]
 SHORT = {"rpc_rl.fast": "--max_episodes 15"}  # of the others three epochs
 # Each checkpoint stays; and a clock that goes on by one second when it is asked: speeds are exact.
 KEEPS = """
@@ -56,10 +52,10 @@ for name, module in [*sys.modules.items()]:
 def trained(place, program):
     """Train, or go on from the checkpoint in `place`; what is left, and the speed."""
     _, path = helpers.faulty(program.lesson, place, KEEPS)
-    done = helpers.run(helpers.script(path, *soak.command(place, program)[1:]), place)
+    done = helpers.run(helpers.script(path, *interrupted.command(place, program)[1:]), place)
     assert (done.returncode, done.stderr) == (0, "")
     metrics = json.loads((place / "out" / "metrics.json").read_text())
-    return soak.left_in(place, program), next((metrics[name] for name in metrics if name.endswith("_per_s")), None)
+    return interrupted.left_in(place, program), next((metrics[name] for name in metrics if name.endswith("_per_s")), None)
 
 
 @pytest.mark.timeout(600)  # four trainings or five
@@ -74,9 +70,9 @@ def test_stopped_at_each_save(program, tmp_path):
     for number, saved in enumerate(saves, 1):
         place = tmp_path / str(number)
         (place / "disk").mkdir(parents=True)
-        shutil.copy(saved, place / soak.SAVED)
+        shutil.copy(saved, place / interrupted.SAVED)
         part, again = trained(place, program)
-        soak.require_equal(whole, part)
+        interrupted.require_equal(whole, part)
         if program.lesson == "rpc_rl.fast":  # reads its clock when it begins and when it ends: one second
             assert again == speed - torch.load(saved, weights_only=True)["history"]["env_steps"]
         else:
@@ -84,34 +80,34 @@ def test_stopped_at_each_save(program, tmp_path):
 
 
 def test_every_program_is_stopped():
-    """All that save to a file; fsdp.py, with its folders, is stopped by its own check, and in test_fsdp.py."""
+    """All that save to a file."""
     assert {program.lesson for program in ALL} == {name for name in CHECKPOINTS if not name.startswith("benchmarks.")}
 
 
-@pytest.mark.parametrize("program", soak.PROGRAMS, ids=lambda program: program.lesson)
+@pytest.mark.parametrize("program", interrupted.PROGRAMS, ids=lambda program: program.lesson)
 def test_killed_at_a_random_moment(program, tmp_path):
     """And resumed: every number of the history, every bit of the checkpoint, as if it had never stopped."""
-    rng, outcome = random.Random(0), soak.LATE
+    rng, outcome = random.Random(0), interrupted.LATE
     for attempt in range(20):  # until the training was not over before
-        if outcome == soak.LATE:
+        if outcome == interrupted.LATE:
             (place := tmp_path / str(attempt)).mkdir()
-            outcome = soak.kill(place, program, soak.A_RANK, "local", rng)
-    assert outcome != soak.LATE
+            outcome = interrupted.kill(place, program, interrupted.A_RANK, "local", rng)
+    assert outcome != interrupted.LATE
 
 
-@pytest.mark.parametrize("program", soak.PROGRAMS, ids=lambda program: program.lesson)
+@pytest.mark.parametrize("program", interrupted.PROGRAMS, ids=lambda program: program.lesson)
 def test_killed_while_it_writes_under_torchrun(program, tmp_path):
     """What it was writing is gone when torchrun is: the process beside it removes it, before it asks whom to blame."""
-    soak.kill(tmp_path, program, soak.WRITER, "torchrun", random.Random(0))
+    interrupted.kill(tmp_path, program, interrupted.WRITER, "torchrun", random.Random(0))
 
 
-@pytest.mark.parametrize("what", soak.REASONS)
-@pytest.mark.parametrize("program", soak.PROGRAMS, ids=lambda program: program.lesson)
+@pytest.mark.parametrize("what", interrupted.REASONS)
+@pytest.mark.parametrize("program", interrupted.PROGRAMS, ids=lambda program: program.lesson)
 def test_cannot_be_saved(program, what, tmp_path):
-    """Status 1, and the old checkpoint is what it was (see `soak`); one line says which rank failed, and why."""
+    """Status 1, and the old checkpoint is what it was; one line says which rank failed, and why."""
     try:
-        soak.cannot_save(tmp_path, program, what, resume=False)
-    except soak.NotHereError as missing:
+        interrupted.cannot_save(tmp_path, program, what)
+    except interrupted.NotHereError as missing:
         pytest.skip(str(missing))
 
 
@@ -120,7 +116,7 @@ def test_what_differs_is_seen():
     def state():
         return {"model": {"w": torch.tensor([0.1, float("nan")])}, "history": [1.0, {"loss": 0.5}]}
 
-    assert soak.flat(state()) == soak.flat(state())
+    assert interrupted.flat(state()) == interrupted.flat(state())
     others = [state() for _ in range(5)]
     others[0]["model"]["w"][0] = torch.nextafter(torch.tensor(0.1), torch.tensor(1.0))
     others[1]["model"]["w"] = others[1]["model"]["w"].double()
@@ -128,7 +124,7 @@ def test_what_differs_is_seen():
     others[3]["history"].append(2.0)
     del others[4]["model"]["w"]
     for other in others:
-        assert soak.flat(state()) != soak.flat(other)
+        assert interrupted.flat(state()) != interrupted.flat(other)
 
 
 def test_half_a_file_is_removed(tmp_path):
@@ -159,7 +155,7 @@ def test_a_checkpoint_has_the_flags_of_its_training(tmp_path):
     assert (state["epochs"], state["settings"]) == (1, {"lr": 0.1})
 
 
-@pytest.mark.parametrize("program", soak.PROGRAMS, ids=lambda program: program.lesson)
+@pytest.mark.parametrize("program", interrupted.PROGRAMS, ids=lambda program: program.lesson)
 def test_the_table_has_what_is_saved(program):
     """`test_flags.py` takes every part of these away, one at a time."""
     def parts(state):
@@ -167,5 +163,5 @@ def test_the_table_has_what_is_saved(program):
             return {name: parts(part) for name, part in state.items() if name not in ("example", "settings", "state")}
         return [parts(state[0])] if isinstance(state, list) and state and isinstance(state[0], dict) else None
 
-    saved = soak.undisturbed(program, 0)[1]["checkpoint"]
+    saved = interrupted.undisturbed(program)[1]["checkpoint"]
     assert parts(saved) == parts(CHECKPOINTS[program.lesson]())

@@ -39,14 +39,9 @@ CHECKS = {
         f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 16,
         "--observers 1 --gamma 1": 16,
     },
-    "batch_rl.fast": {f"{RL} --observers 3 --envs_per_observer 2 --num_episode 1 --num_steps 30": 16},
     "batch_rl.vector": {
         f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 14,
         "--observers 2 --envs_per_observer 3 --gamma 1": 14,
-    },
-    "batch_rl.double_buffering": {
-        f"{ENVS} --observers 3 --envs_per_observer 6 --num_episode 1": 14,
-        "--observers 1 --envs_per_observer 2 --gamma 0": 14,
     },
     "batch_rl.until_solved": {
         f"{ENVS} --world_size 2 --envs_per_observer 5 --max_episodes 1": 15,
@@ -64,10 +59,6 @@ CHECKS = {
         "--seed 7 --world_size 3 --global_batch_size 48 --lr 0.05": 26,
         "--world_size 1 --global_batch_size 1437": 26,
     },
-    "ddp_basic.fsdp": {
-        "--seed 7 --world_size 3 --width 20 --global_batch_size 33 --lr 0.01": 59,
-        "--world_size 5 --sharding full --width 44 --global_batch_size 65": 39,
-    },
     "ddp_basic.pitfalls": {
         f"--kind {kind} --seed 7 --world_size 3 --lr 0.05 --steps 5": 2
         for kind in ("unused", "uneven", "batchnorm", "batchnorm --mended")
@@ -77,15 +68,10 @@ CHECKS = {
         "--world_size 3 --num_embeddings 1 --embedding_dim 1 --num_classes 2": 18,
     },
     "ddp_rpc_hybrid.sharded_table": {f"{TABLE} --world_size 3": 76},
-    "ddp_rpc_hybrid.sharded_table_dtensor": {
-        f"{TABLE} --world_size 3".replace(" --sparse", ""): 18,
-        "--world_size 2 --num_embeddings 2 --embedding_dim 1 --num_classes 2": 18,
-    },
     "model_parallel_resnet.main": {
         f"{SHARDS} --num_splits 1 3": 14,
         "--arch resnet18 --num_splits 8 1 2 3 --num_classes 2": 14,  # one that the default leaves out; and four
     },
-    "model_parallel_resnet.early_backward": {f"{SHARDS} --num_splits 1 3": 14},
     "model_parallel_resnet.schedules": {
         f"{SHARDS} --num_splits 3 --batch_size 6 --schedule 1f1b": 14,
         "--arch resnet18 --num_splits 2": 14,
@@ -112,15 +98,8 @@ CHECKS = {
         "--world_size 2 --batch_size 1": 16,
     },
     "param_server.async_server": {"--seed 7 --world_size 4 --batch_size 5 --lr 0.02": 17},
-    "param_server.bounded_server": {
-        "--seed 7 --world_size 4 --batch_size 5 --lr 0.02 --max_staleness 2": 18,
-        "--max_staleness 0": 19,
-    },
     "param_server.batch_update": {UPDATES: 16, "--seed 11 --world_size 3 --arch resnet18 --batch_size 2 --image_size 8 --num_classes 1": 16},
-    "param_server.flat_update": {UPDATES: 16},
     "rpc_rnn.main": {f"{RNN} --nlayers 3 --dropout 0.5": 21, "--seed 7 --batch_size 1": 22},
-    "rpc_rnn.prefetch": {f"{RNN} --nlayers 3 --dropout 0.5": 21},
-    "rpc_rnn.several_trainers": {f"{RNN} --nlayers 3 --dropout 0.5 --world_size 4": 23},
     "transformer_parallel.main": {f"{LETTERS} --world_size 3 --batch_size 12 --bucket_kb 300 --accumulate 2": 37},
     "transformer_parallel.zero": {f"{LETTERS} --world_size 3 --batch_size 6": 54, "--world_size 4 --batch_size 4 --seq_len 1 --blocks 1 --steps 1": 54},
     "transformer_parallel.experts": {
@@ -154,18 +133,14 @@ EXTREMES = {
     "rpc_rl.main": (f"{LARGEST} --gamma 0 --world_size 2 --total_steps_per_episode 1 --max_episodes 1 --log_interval 1", 12),
     "rpc_rl.fast": ("--gamma 1 --world_size 6 --total_steps_per_episode 7 --max_episodes 1", 9),
     "batch_rl.main": (f"{LARGEST} --observers 7 --num_steps 1 --num_episode 1 --gamma 0", 16),
-    "batch_rl.fast": ("--observers 1 --num_steps 1 --num_episode 1 --gamma 1", 16),
     "batch_rl.vector": ("--observers 1 --envs_per_observer 1 --num_steps 1 --gamma 0", 14),
-    "batch_rl.double_buffering": ("--observers 2 --envs_per_observer 2 --num_steps 1 --gamma 1", 14),
     "batch_rl.until_solved": ("--world_size 2 --envs_per_observer 1 --gamma 0 --num_steps 2 --reward_threshold 1 --max_episodes 1", 15),
     "ddp_basic.main": (f"{LARGEST} --world_size 7 --steps 1", 24),
     "ddp_basic.skew": ("--world_size 5 --steps 1 --slow_rank 4 --delay 0", 9),
     "ddp_basic.elastic": (f"{LARGEST} --world_size 5 --global_batch_size 1435", 26),
-    "ddp_basic.fsdp": (f"{LARGEST} --world_size 4 --global_batch_size 4 --width 1", 59),
     "ddp_basic.pitfalls": ("--kind uneven --world_size 5 --steps 1", 2),
     "ddp_rpc_hybrid.main": (f"{LARGEST} --world_size 7 --num_embeddings 1 --embedding_dim 1 --num_classes 2", 19),
     "ddp_rpc_hybrid.sharded_table": ("--world_size 5 --num_embeddings 2 --embedding_dim 1 --num_classes 2", 76),
-    "model_parallel_resnet.early_backward": (f"{LARGEST} --arch resnet18 --num_splits 2 --num_classes 2", 14),
     "model_parallel_resnet.schedules": ("--arch resnet18 --num_splits 1 --num_classes 2", 14),
     "p2p_collectives.deadlock": ("--kind one_fewer --world_size 5", 5),
     "p2p_collectives.init_methods": ("--world_size 1", 13),
@@ -174,10 +149,6 @@ EXTREMES = {
     "p2p_collectives.train_flat": (f"{LARGEST} --world_size 5 --global_batch_size 7 --lr 0.3", 22),
     "p2p_collectives.train_ddp": ("--world_size 7 --global_batch_size 7 --lr 0.001", 22),
     "param_server.async_server": (f"{LARGEST} --world_size 6 --batch_size 1437", 17),
-    "param_server.bounded_server": ("--world_size 2 --batch_size 1438 --max_staleness 0", 18),
-    "param_server.flat_update": ("--world_size 2 --arch resnet18 --batch_size 2 --image_size 8 --num_classes 1", 16),
-    "rpc_rnn.prefetch": ("--batch_size 1 --bptt 1 --ninp 1 --nhid 1", 22),
-    "rpc_rnn.several_trainers": (f"{LARGEST} --world_size 2 --batch_size 1 --bptt 1 --ninp 1 --nhid 1 --dropout 1", 22),
 }
 EACH_ROW = ("ddp_basic.pitfalls",)  # in `make test`: each is another mistake
 QUICK = ("rpc_rl.fast", "ddp_rpc_hybrid.main", "rpc_rnn.main", "p2p_collectives.main")
@@ -203,7 +174,6 @@ NOT_COMPARED = {  # flag, or (program, flag): why no row has it
     "--steps": OWN,
     "--file": "test_two_terminals",
     "--devices": "needs GPUs",
-    ("ddp_rpc_hybrid.sharded_table_dtensor", "--sparse"): "refused",
     ("p2p_collectives.main", "--seed"): "nothing is drawn",
     ("p2p_collectives.deadlock", "--seed"): "nothing is drawn",
     "--mended": "both forms run",

@@ -34,10 +34,8 @@ from tests.test_data import write_mnist
 # Every program, and what it calls when its input is good, other than `run_program`.
 PROGRAMS = {
     **dict.fromkeys(CHECKS, []), "model_parallel_resnet.single_machine": ["train_toy"],
-    "benchmarks.batch_rl": ["launch"], "benchmarks.ddp_rpc_hybrid_tables": ["train"],
-    "benchmarks.model_parallel_resnet": ["keep_memory"], "benchmarks.one_process": ["measure"],
-    "benchmarks.param_server_trainers": ["measure"],
-    "benchmarks.rpc_rl": ["launch"], "benchmarks.rpc_rnn": ["launch"],
+    "benchmarks.one_process": ["measure"],
+    "benchmarks.rpc_rl": ["launch"],
 }
 MEMORY_BYTES = 24_000_000_000  # whatever this machine has
 DIGITS, LONG = "9" * 20, "x" * 300
@@ -274,8 +272,6 @@ def test_one_rank_of_torchrun_says_it(name, stubbed, torchrun):
 
 @pytest.mark.parametrize(("name", "flags"), [
     ("rpc_rl.main", ["--output_dir", "/dev/null"]),
-    ("rpc_rnn.several_trainers", ["--corpus", "nowhere"]),
-    ("ddp_basic.fsdp", ["--width", LARGE]),
     ("param_server.main", ["--data_dir", "folder", "--dataset", "mnist"]),
 ])
 def test_the_first_rank_of_a_machine_says_what_is_its_machines(name, flags, stubbed, torchrun):
@@ -289,9 +285,8 @@ def test_the_first_rank_of_a_machine_says_what_is_its_machines(name, flags, stub
 
 @functools.cache
 def with_flag(flag):
-    """The programs that have it, for a file if it is --checkpoint: that of fsdp.py is a folder (test_fsdp.py)."""
-    return [name for name in PROGRAMS if flag in parser_of(name)._option_string_actions
-            and (name, flag) != ("ddp_basic.fsdp", "--checkpoint")]
+    """The programs that have it."""
+    return [name for name in PROGRAMS if flag in parser_of(name)._option_string_actions]
 
 
 FILES = ("--checkpoint", "--corpus", "--file")
@@ -300,9 +295,9 @@ SIZES = ("--nhid", "--nlayers", "--ninp", "--image_size", "--num_embeddings", "-
 OTHER_COUNTS = ("--batch_size", "--bptt", "--num_steps", "--epochs", "--steps", "--rounds")
 MORE_COUNTS = ("--global_batch_size", "--log_interval", "--max_episodes", "--num_batches", "--num_episode", "--num_repeat",
                "--num_splits", "--num_updates", "--observers", "--ranks_per_machine", "--repeats", "--split_size", "--split_sizes",
-               "--total_steps_per_episode", "--width", "--world_size")
+               "--total_steps_per_episode", "--world_size")
 CHOICES = ("--arch", "--dataset", "--demo", "--envs", "--kind", "--method", "--schedule",
-           "--sharding", "--truncation")
+           "--truncation")
 NOT_A_FILE = "must be a file, not a folder, a pipe or a device"
 SECONDS = "at least 0.01 and at most 10000000"
 NO_PORT = "give the port with --master_port, and no IPv6"
@@ -314,7 +309,6 @@ KNOWN = [
     *((flag, value, "at least 0 and at most 1") for flag in ("--dropout", "--gamma") for value in ("-0.1", "1.5", "nan")),
     *((flag, value, "give a number above 0") for flag in ("--lr", "--reward_threshold") for value in ("0", "-0.1", "nan", "inf")),
     ("--lr", "1e38", "--lr 1e+38 must be at most 1e+30"),
-    *(("--max_staleness", value, "at least 0") for value in ("-1", "0.5")),
     ("--slow_rank", "-1", "at least 0"),
     *((flag, "another", "(choose from ") for flag in CHOICES),
     *(("--seed", value, "at most 2147483647") for value in ("20000000000000", str(2**64), "-1")),
@@ -387,24 +381,13 @@ REFUSED = [
     ("batch_rl.main", "--observers 2 --world_size 6", "--observers 2 must be 5 with --world_size 6"),
     ("batch_rl.main", "--check --observers 2 5", "--observers 2 5 must be a single number with --check"),
     ("batch_rl.main", "--rank 1 --master_addr 127.0.0.1", "--rank 1 requires --world_size N"),
-    ("batch_rl.double_buffering", "--envs_per_observer 3", "--envs_per_observer 3 must be even"),
     ("batch_rl.until_solved", "--num_steps 475", "--num_steps 475 must be above --reward_threshold 475"),
     ("ddp_basic.skew", "--slow_rank 2", "--slow_rank 2 must be below --world_size 2"),
     ("ddp_basic.elastic", "--global_batch_size 1438", "at least 1 and at most 1437"),
     ("ddp_basic.elastic", "--global_batch_size 15", "--global_batch_size 15 must be a multiple of --world_size 2"),
     ("ddp_basic.elastic", "--checkpoint /", "--checkpoint /"),
-    ("ddp_basic.fsdp", "--global_batch_size 513", "at least 1 and at most 512"),
-    ("ddp_basic.fsdp", "--global_batch_size 30", "--global_batch_size 30 must be a multiple of --world_size 4"),
-    ("ddp_basic.fsdp", "--width 10000000", "--width 10000000 would need"),
-    ("ddp_basic.fsdp", "--checkpoint run", "--checkpoint run requires --sharding full"),
-    ("ddp_basic.fsdp", "--checkpoint run --sharding full --resume", "--checkpoint run must have a checkpoint with --resume"),
-    ("ddp_basic.fsdp", "--checkpoint /dev/null --sharding full", "--checkpoint /dev/null must be a place where files can be written"),
-    ("ddp_rpc_hybrid.sharded_table_dtensor", "--sparse", "--sparse requires sharded_table.py"),
-    ("ddp_rpc_hybrid.sharded_table_dtensor", "--num_embeddings 4 --world_size 3", "leaves a trainer without rows"),
-    ("ddp_rpc_hybrid.sharded_table_dtensor", "--num_embeddings 1", "--num_embeddings 1 --world_size 2 leaves a trainer without rows"),
     ("benchmarks.peers.collectives", "--sizes 8", "--sizes 8 must be a multiple of 16"),
-    ("benchmarks.ddp_rpc_hybrid_tables", "--rows 4 --trainers 3", "--num_embeddings 4 --world_size 3 leaves a trainer without rows"),
-    *((f"model_parallel_resnet.{name}", *row) for name in ("main", "early_backward") for row in (
+    *(("model_parallel_resnet.main", *row) for row in (
         ("--world_size 4", "--world_size 4 must be 3: one process for each role"),
         ("--num_splits 4 16 --batch_size 8", "--num_splits 16 must be at most --batch_size 8"),
         ("--image_size 31", "at least 32"),
@@ -440,9 +423,8 @@ REFUSED = [
     ("param_server.main", "--rank 3", "--rank 3 must be below --world_size 3"),
     ("param_server.batch_update", "--batch_size 1", "at least 2"),
     ("param_server.batch_update", "--image_size 4", "at least 8"),
-    *((f"rpc_rnn.{name}", "--world_size 3", "--world_size 3 must be 2, a server and one trainer") for name in ("main", "prefetch")),
-    ("rpc_rnn.main", "--batch_size 30000", "--batch_size 30000 must be at most 25000 for 1 trainer"),
-    ("rpc_rnn.several_trainers", "--batch_size 20000", "--batch_size 20000 must be at most 12500 for 2 trainers"),
+    ("rpc_rnn.main", "--world_size 3", "--world_size 3 must be 2, a server and one trainer"),
+    ("rpc_rnn.main", "--batch_size 30000", "--batch_size 30000 must be at most 25000"),
     ("rpc_rnn.main", "--corpus none.txt", "--corpus none.txt must be a UTF-8 text of at least 400 characters (no such file)"),
     ("rpc_rnn.main", "--corpus text --batch_size 2000", "at least 40000 characters, or --batch_size 2000 smaller"),
     *((f"transformer_parallel.{name}", "--batch_size 6", "--batch_size 6 must be a multiple of 4 ranks")
@@ -515,14 +497,13 @@ COPIES = ["--world_size", "8", "--batch_size", "8", "--seq_len", "1", "--blocks"
     ("rpc_rnn.main", ["--nhid", "1000", "--nlayers", "1000"]),
     ("ddp_rpc_hybrid.main", ["--num_embeddings", "100000000"]),
     ("ddp_rpc_hybrid.sharded_table", ["--num_embeddings", "100000000"]),
-    ("ddp_basic.fsdp", ["--world_size", "32", "--width", "10000"]),
     *((f"transformer_parallel.{name}", COPIES) for name in ("main", "zero", "experts", "mesh", "recompute", "ring_attention")),
 ])
 def test_more_than_the_memory(name, flags, stubbed):
     line = refusal(name, flags, stubbed)
     assert flags[-1] in line
     assert "GB of memory or more, and this machine has 24 GB; give smaller numbers" in line
-    if name in ("ddp_rpc_hybrid.main", "ddp_basic.fsdp"):  # a rank that is alone may have room
+    if name == "ddp_rpc_hybrid.main":  # a rank that is alone may have room
         alone = [*flags, "--rank", "0", "--master_addr", "localhost"]
         assert outcome(name, alone, stubbed) == ("accepted", "")
 
@@ -601,9 +582,8 @@ def sgd_state(model, epochs, row):
 
 CHECKPOINTS = {  # what each program that saves its training saves of it
     "rpc_rl.fast": rl_state,
-    **{f"rpc_rnn.{name}": rnn_state for name in ("main", "prefetch", "several_trainers")},
-    "benchmarks.rpc_rnn": rnn_state,
-    **{f"param_server.{name}": server_state for name in ("main", "async_server", "bounded_server")},
+    "rpc_rnn.main": rnn_state,
+    **{f"param_server.{name}": server_state for name in ("main", "async_server")},
     **{f"p2p_collectives.{name}": lambda: sgd_state(p2p_train.Net(), "epochs", {"loss": 2.3, "loss_per_rank": [2.2, 2.4], "accuracy": 0.5})
        for name in ("train", "train_flat", "train_ddp")},
     "ddp_basic.elastic": lambda: sgd_state(elastic.build_model(0), "history", {"epoch": 1, "loss": 2.3, "accuracy": 0.5}),
@@ -658,14 +638,14 @@ def test_a_training_goes_on_with_its_flags(name, stubbed):
         assert "must be 12345, as in --checkpoint run.pt" in refusal(name, [*flags, *argv], stubbed)
 
 
-@pytest.mark.parametrize("name", [*CHECKPOINTS, "ddp_basic.fsdp"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_help_says_what_a_checkpoint_fixes(name, stubbed):
     """And so it is: another number of ranks is accepted where the help says so, and refused where it does not."""
     said = re.search("with the same flags: only how long(, on how many ranks)? and where may differ",
                      " ".join(parser_of(name).format_help().split()))
     assert said
     more = ["--world_size", "4"]
-    if name in CHECKPOINTS and outcome(name, more, stubbed)[0] == "accepted":  # test_fsdp.py has its own
+    if outcome(name, more, stubbed)[0] == "accepted":
         flags = save_and_resume(name, "run.pt", CHECKPOINTS[name]())
         assert (outcome(name, [*flags, *more], stubbed)[0] == "accepted") == bool(said[1])
 

@@ -14,15 +14,15 @@ from tests.test_checks import CHECKS
 
 # All but those whose oracle is another program's.
 PROGRAMS = [f"{name.replace('.', '/')}.py" for name in CHECKS
-            if name not in ("model_parallel_resnet.schedules", "param_server.flat_update")]
+            if name != "model_parallel_resnet.schedules"]
 FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
 FILES = sorted(str(path.relative_to(ROOT)) for folder in (*FOLDERS, "common", "benchmarks", "exercises")
                for path in (ROOT / folder).rglob("*.py")
                if not re.match(r"exercises/\d\d_", str(path.relative_to(ROOT))))  # a learner's own
-RPC = ["rpc_rl/main.py", "rpc_rnn/main.py", "rpc_rnn/several_trainers.py", "param_server/main.py", "param_server/batch_update.py",
+RPC = ["rpc_rl/main.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
        "model_parallel_resnet/main.py", "batch_rl/main.py", "ddp_rpc_hybrid/main.py"]
 VARIANTS = {  # of programs that join their group
-    "p2p_collectives/train_flat.py", "p2p_collectives/train_ddp.py", "ddp_rpc_hybrid/sharded_table_dtensor.py",
+    "p2p_collectives/train_flat.py", "p2p_collectives/train_ddp.py",
     "transformer_parallel/zero.py", "transformer_parallel/tensor_parallel.py", "transformer_parallel/pipeline.py",
     "transformer_parallel/ring_attention.py", "transformer_parallel/experts.py",
     "transformer_parallel/mesh.py",

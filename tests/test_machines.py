@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.two_machines import Weather, ip, two_machines, why_not
 from tests.fault_table import OF_A_MACHINE
 from tests.helpers import ENDS_S, SOON_S, errors_of, nothing_left, running, script, torchrun
+from tests.two_machines import Weather, ip, two_machines, why_not
 
 TIMEOUT_S = 8
 in_turns = pytest.mark.xdist_group("machines in turns")  # beside many others, a healthy rank would be silent, too
@@ -41,18 +41,15 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
     "rpc_rl/main.py": ((1, 1), "--max_episodes 2"),
     "batch_rl/main.py": ((1, 1), "--num_episode 1 --num_steps 20"),
     "ddp_rpc_hybrid/main.py": ((2, 2), "--epochs 2"),
-    **{f"ddp_rpc_hybrid/{name}.py": ((1, 1), "--epochs 2") for name in ("sharded_table", "sharded_table_dtensor")},
-    **{f"param_server/{name}.py": ((1, 1), "--epochs 1") for name in ("main", "async_server", "bounded_server")},
-    **{f"param_server/{name}.py": ((1, 1), "--arch resnet18 --image_size 32 --num_updates 2")
-       for name in ("batch_update", "flat_update")},
-    **{f"rpc_rnn/{name}.py": ((1, 1), "--epochs 1") for name in ("main", "prefetch")},
-    "rpc_rnn/several_trainers.py": ((2, 1), "--epochs 1"),
+    "ddp_rpc_hybrid/sharded_table.py": ((1, 1), "--epochs 2"),
+    **{f"param_server/{name}.py": ((1, 1), "--epochs 1") for name in ("main", "async_server")},
+    "param_server/batch_update.py": ((1, 1), "--arch resnet18 --image_size 32 --num_updates 2"),
+    "rpc_rnn/main.py": ((1, 1), "--epochs 1"),
     "model_parallel_resnet/main.py": ((2, 1), "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 1"),
     "model_parallel_resnet/schedules.py": ((1, 1), "--arch resnet18 --image_size 64 --num_splits 2 --num_batches 1"),
     "ddp_basic/main.py": ((1, 1), ""),
     "ddp_basic/skew.py": ((1, 1), "--delay 0"),
     "ddp_basic/elastic.py": ((1, 1), "--epochs 1"),
-    "ddp_basic/fsdp.py": ((1, 1), "--width 10 --epochs 1"),
     "ddp_basic/pitfalls.py": ((1, 1), "--kind batchnorm --mended"),
     "p2p_collectives/main.py": ((1, 1), ""),
     **{f"p2p_collectives/{name}.py": ((1, 1), "--epochs 1") for name in ("train", "train_flat", "train_ddp")},
@@ -66,7 +63,7 @@ PROGRAMS = {  # script: (ranks on each machine, flags)
 FOR_EVER = {"rpc_rl.main": "--max_episodes 100000 --reward_threshold 499 --log_interval 1",
             "p2p_collectives.train": "--epochs 100000 --global_batch_size 512"}
 ROLES = {"rpc_rl.main": ["agent", "observer1"], "p2p_collectives.train": ["rank0", "rank1"]}
-BY_RANK = ["batch_rl/main.py", "ddp_rpc_hybrid/main.py", "rpc_rnn/several_trainers.py", "model_parallel_resnet/main.py"]
+BY_RANK = ["batch_rl/main.py", "ddp_rpc_hybrid/main.py", "model_parallel_resnet/main.py"]
 
 
 def on_machines(machines, path, way, port, *flags, ranks=None):

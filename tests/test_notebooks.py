@@ -231,10 +231,10 @@ def test_it_runs(lessons, at_hand, warm_python, capfd):
     runs_quietly(at_hand, capfd, short=True, lessons=lessons)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_it_runs_as_it_stands(at_hand, capfd):
-    """All commands, all checks: `pytest -n 0 -m soak tests/test_notebooks.py`, 10 to 20 minutes on 2 cores."""
+    """All commands, all checks: `pytest -n 0 -m nightly -k stands tests/test_notebooks.py`, 10 to 20 minutes on 2 cores."""
     printed = runs_quietly(at_hand, capfd, limit_s=900, short=False)  # CartPole takes as long as it takes
     assert "CartPole-v1 solved in" in printed
     assert "FAIL" not in printed

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from batch_rl import main as batch_rl
 from batch_rl import results as batch_rl_results
 from batch_rl import until_solved
-from ddp_basic import elastic, fsdp, fsdp_memory, fsdp_results, pitfalls, skew, skew_results
+from ddp_basic import elastic, pitfalls, skew, skew_results
 from ddp_rpc_hybrid import main as hybrid
 from ddp_rpc_hybrid import results as hybrid_results
 from ddp_rpc_hybrid import sharded_table, sharded_table_results
@@ -327,44 +327,6 @@ def test_pitfalls(tmp_path, capfd):
         "[rank0] loss on the samples of rank 1: 5.000 -> 2.000, 3 steps", "uneven, mended, on 2 ranks: loss 4.000 -> 1.500"]
 
 
-def test_fsdp(drawn, tmp_path, capfd):
-    """Held by the fullest rank, sent by one of them on average, the last loss, the median step of rank 0."""
-    args = args_of(fsdp, tmp_path, "--world_size", 2, "--width", 4)
-    n_bytes = 4 * fsdp_memory.count(4, fsdp.LAYERS)
-
-    def rank(losses, seconds, sent, *held):
-        return {"history": [{"loss": loss} for loss in losses], "seconds": seconds, "sent": sent,
-                **dict(zip(fsdp_memory.KINDS, held, strict=True))}
-
-    metrics = fsdp_results.metrics_of({
-        "replicas": [rank([3.0, 2.0, 1.0], [0.25, 0.5, 4.0], 2e6, 1e6, 1e6, 2e6),
-                     rank([9.0, 9.0, 9.0], [9.0, 9.0, 9.0], 4e6, 2e6, 1e6, 4e6)],
-        "full": [rank([3.0, 1.5], [0.125], None, 5e3, 5e3, 1e4), rank([9.0, 9.0], [9.0], None, 0, 0, 0)],
-    }, n_bytes // 4, "gloo")
-    replicas, full = metrics["rows"]
-    assert replicas.items() >= {"held_mb": 7, "sent_mb": 3, "step_ms": 500, "loss": 1, "losses": [3, 2, 1]}.items()
-    assert full.items() >= {"held_mb": 0.02, "sent_mb": None, "step_ms": 125, "loss": 1.5}.items()
-    formulas = "formula_mb", "sent_formula_mb", "sent_gloo_mb"
-    assert [row[key] for row in metrics["rows"] for key in formulas] == about(
-        *(sizes * n_bytes / 1e6 for sizes in (4, 1, 1, 2, 1.5, 2)))  # of two ranks, a share is one half
-    fsdp_results.finish(metrics, args)
-    formulas = [fsdp_results.mb(sizes * n_bytes / 1e6) for sizes in (4, 1, 2, 1.5)]
-    *_, first, second, _, last = lines_of(capfd)
-    assert first == f"replicas 7 MB {formulas[0]} 3 MB {formulas[1]} 500.0 ms 1.0000"
-    assert second == f"full 20 kB {formulas[2]} - {formulas[3]} 125.0 ms 1.5000"
-    assert last == (f"{n_bytes // 4} parameters on 2 ranks: a rank holds at most 7 MB (replicas), 20 kB (full); "
-                    "it sends in a step 3 MB (replicas), - (full)")
-    held, sent = drawn()
-    assert held["parameters"][1] == about(1, 2, 0.005, 0)  # one on top of the other
-    assert held["gradients"][1] == about(2, 3, 0.01, 0)
-    assert held["Adam's state"][1] == about(4, 7, 0.02, 0)
-    assert held["formula"][1][4:6] == about(*[replicas["formula_mb"]] * 2)
-    assert held["formula"][1][-2:] == about(*[full["formula_mb"]] * 2)
-    assert sent["sent, as the kernel counts it"] == (about(-0.2, 0.2), [2, 4])
-    assert sent["formula"][1] == about(*(row["sent_formula_mb"] for row in metrics["rows"] for _ in "ab"))
-    assert sent["formula, with gloo's reduce-scatter"] == (about(0.58, 1.42), about(*[full["sent_gloo_mb"]] * 2))
-
-
 def test_batched_updates(drawn, tmp_path, capfd):
     """An update is as long as its slowest trainer's; bytes both ways, of all trainers; shares of medians."""
     args = args_of(batch_update, tmp_path, "--world_size", 3, "--arch", "resnet18")
@@ -586,7 +548,7 @@ DIVERGING = [  # with a learning rate that no training survives
     ("param_server.batch_update", "--world_size 2 --num_updates 4 --arch resnet18 --image_size 32 --batch_size 4",
      r"rank 1 \(trainer1\) has a loss of (nan|inf) at update \d"),
     *((f"model_parallel_resnet.{name}", "--arch resnet18 --image_size 64 --batch_size 8 --num_splits 1 4 --num_batches 1", ".*")
-      for name in ("main", "early_backward", "schedules")),
+      for name in ("main", "schedules")),
     ("model_parallel_resnet.single_machine", "--device cpu --batch_size 4 --image_size 33 --num_batches 3", ".*"),
     ("ddp_rpc_hybrid.main", "--epochs 3", ".* has a loss of .*"),
     ("ddp_rpc_hybrid.sharded_table", "--epochs 3", ".*"),

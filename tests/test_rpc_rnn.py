@@ -2,16 +2,15 @@
 
 import json
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rpc_rnn import main as rpc_rnn
-from rpc_rnn import prefetch, results, several_trainers
+from rpc_rnn import results
 from rpc_rnn.data import MarkovChain, load_language
-from tests.helpers import ROOT, args_of, results_of, run, script
+from tests.helpers import ROOT, args_of, results_of, script
 
 MAIN = "rpc_rnn/main.py"
 TEXT = ROOT / "README.ja.md"
@@ -58,11 +57,10 @@ def test_data_are_no_uninitialised_memory(tmp_path):
 # --- what it computes
 
 
-@pytest.mark.parametrize("program", [rpc_rnn, prefetch, several_trainers])
-def test_check_passes_through_a_checkpoint(program, tmp_path):
+def test_check_passes_through_a_checkpoint(tmp_path):
     """A text, two layers: one epoch, the other one resumed; the user's own checkpoint is left alone."""
     saved = tmp_path / "run.pt"
-    differences = program.main(["--check", "--corpus", str(TEXT), "--batch_size", "4", "--nlayers", "2", "--lr",
+    differences = rpc_rnn.main(["--check", "--corpus", str(TEXT), "--batch_size", "4", "--nlayers", "2", "--lr",
                                 "0.02", "--checkpoint", str(saved), "--output_dir", str(tmp_path)])
     for title in ("stopped", "resumed"):
         assert differences[f"{title}, sample"] == differences[f"{title}, text"] == 0
@@ -73,7 +71,7 @@ def test_check_passes_through_a_checkpoint(program, tmp_path):
 def test_no_perplexity(val_loss, monkeypatch, tmp_path):
     """A finite loss may have one that is no float any more."""
     args = args_of(rpc_rnn, tmp_path, *SHORT)
-    monkeypatch.setattr(rpc_rnn.rpc, "get_worker_info", lambda: SimpleNamespace(id=2, name="trainer2"))
+    monkeypatch.setattr(rpc_rnn.rpc, "get_worker_info", lambda: SimpleNamespace(id=1, name="trainer"))
     history = results.History(args, range(2), [{"loss": 1.0, "val_loss": val_loss}], 1.0, None)
     language = load_language(args)
     with pytest.raises(results.NotFiniteError, match="after epoch 1: training has diverged"):
@@ -107,11 +105,3 @@ def test_no_text(content, says, tmp_path, refused):
     path = tmp_path / "corpus"
     path.write_bytes(content)
     refused(rpc_rnn.main, ["--corpus", str(path)], ["--corpus", str(path), "UTF-8 text of at least 400", says])
-
-
-def test_benchmark(tmp_path):
-    result = run([sys.executable, "-m", "benchmarks.rpc_rnn", "--rounds", "2", "--steps", "3"], tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    metrics = json.loads((tmp_path / "outputs/benchmark_rpc_rnn/metrics.json").read_text())
-    assert len(metrics["parts_ms"]) == 7
-    assert min(*metrics["parts_ms"].values(), *metrics["ms_per_step"].values()) > 0

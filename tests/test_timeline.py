@@ -76,7 +76,6 @@ def test_the_colours():
     """Within a lesson, each kind has its own."""
     assert all(re.fullmatch("#[0-9A-F]{6}", look.colour) for look in timeline.KINDS.values())
     for kinds in (["env.step", "forward", "backward", "step"],
-                  ["forward", "backward", "step", "add"],
                   ["forward", "backward", "loss", "step", "send"],
                   ["forward", "backward", "all_reduce", "step"],
                   ["forward", "loss", "backward with all_reduce", "step", "remote call"],
@@ -182,10 +181,10 @@ TRACED = {  # flags, and what is recorded in each process
     "rpc_rl/main.py": (["--max_episodes", "2"], OBSERVED),
     "rpc_rl/fast.py": (["--max_episodes", "2"], OBSERVED),
     **{f"param_server/{name}.py": (["--epochs", "1"], LEFT_TO_SERVER) for name in ("main", "async_server")},
-    "param_server/flat_update.py": (["--arch", "resnet18", "--image_size", "32", "--world_size", "3",
-                                     "--num_updates", "2"], {
+    "param_server/batch_update.py": (["--arch", "resnet18", "--image_size", "32", "--world_size", "3",
+                                      "--num_updates", "2"], {
         "parameter_server": {"step"}, **dict.fromkeys(["trainer1", "trainer2"], {"forward", "loss", "backward"})}),
-    **{f"rpc_rnn/{name}.py": (["--epochs", "1"], {"ps": WORK, "trainer": {*WORK, "loss"}}) for name in ("main", "prefetch")},
+    "rpc_rnn/main.py": (["--epochs", "1"], {"ps": WORK, "trainer": {*WORK, "loss"}}),
     "batch_rl/main.py": (["--observers", "2", "--num_steps", "20"], OBSERVED),
     "batch_rl/vector.py": (["--observers", "1", "--num_steps", "20"], {
         "agent": WORK, "observer1": {"env.step"}}),
@@ -196,8 +195,6 @@ TRACED = {  # flags, and what is recorded in each process
     "p2p_collectives/train_ddp.py": (["--epochs", "1"], {"rank0": DDP - {"loss"}, "rank1": DDP - {"loss"}}),
     "model_parallel_resnet/main.py": (RESNET, {
         "master": {"forward", "loss", "step"}, "worker1": WORK, "worker2": WORK}),
-    "model_parallel_resnet/early_backward.py": (RESNET, {
-        "master": {"forward", "loss"}, "worker1": {*WORK, "add"}, "worker2": {*WORK, "add"}}),
     "model_parallel_resnet/schedules.py": ([*RESNET, "--schedule", "zero_bubble_v"], {
         "stage0": {*WORK, "weight gradients", "loss"},  # the first and the last stage
         "stage1": {*WORK, "weight gradients"}}),

@@ -204,6 +204,8 @@ class TorchFSDP(Way):
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for module in units_of(model):
             fully_shard(module, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+        # The last call joins the units into one model. It does not send rank 0's weights, as DDP
+        # does: all ranks must have made the same. The optimizer is made after it, of the parts.
         super().__init__(fully_shard(model, mesh=mesh), args)
 
 

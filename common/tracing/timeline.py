@@ -51,7 +51,6 @@ KINDS = {
     "weight gradients": Kind("#E69F00", "後回しにした、重みの勾配の計算"),
     "loss": Kind("#F0E442", "損失の計算"),
     "step": Kind("#009E73", "オプティマイザーによる更新"),
-    "add": Kind("#F0E442", "勾配を加算"),
     "env.step": Kind("#E69F00", "環境の1ステップ"),
     "send": Kind("#56B4E9", "送信", striped=True, waits=True),
     "recv": Kind("#F0E442", "受信とその待ち", striped=True, waits=True),

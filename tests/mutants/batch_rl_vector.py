@@ -1,8 +1,8 @@
-"""Mistakes in batch_rl's vector environments and in their double buffering."""
+"""Mistakes in batch_rl's vector environments."""
 
 from tests.mutants import Mutant
 
-VECTOR, DOUBLE = "batch_rl/vector.py", "batch_rl/double_buffering.py"
+VECTOR = "batch_rl/vector.py"
 SMALL = ["--envs_per_observer", 2]
 
 
@@ -37,11 +37,8 @@ MUTANTS = [
            "returns|error"),
     mutant("resets in the mean and the spread", "torch.std_mean(self.returns[played], correction=0)",
            "torch.std_mean(self.returns.nan_to_num(), correction=0)", "loss"),
-    mutant("normalised group by group", "        weights = torch.where(played, (self.returns - mean) / (std + EPS), 0.0)\n",
-           "        weights = torch.cat([torch.where(~part.isnan(), (part - part.nanmean()) / (part[~part.isnan()].std(correction=0) + EPS), 0.0)\n"
-           "                             for part in self.returns.chunk(self.n_groups, dim=1)], dim=1)\n", "loss", program=DOUBLE),
-    mutant("zero_grad for each piece", "                piece_loss.backward()  # the",
-           "                self.optimizer.zero_grad()\n                piece_loss.backward()  # the", "gradients"),
+    mutant("zero_grad for each piece", "            piece_loss.backward()  # the",
+           "            self.optimizer.zero_grad()\n            piece_loss.backward()  # the", "gradients"),
     mutant("zero_grad forgotten", "        self.optimizer.zero_grad()\n", "", "gradients"),
     mutant("only the last piece of an episode", "        for first in range(0, len(states), steps):\n",
            "        for first in range(steps * ((len(states) - 1) // steps), len(states), steps):\n", "error|log probs"),
@@ -60,17 +57,10 @@ MUTANTS = [
            "        return actions[0][:1] * len(actions[0])\n", "actions"),
     mutant("saved by request, not by observer", "group.saved_log_probs[ob_id].append(saved)", "group.saved_log_probs[0].append(saved)",
            "error"),
-    mutant("both groups ask as the first", "rpc.rpc_async(agent, select_action, args=(g, self.id, states.tobytes())))",
-           "rpc.rpc_async(agent, select_action, args=(0, self.id, states.tobytes())))", "error|forwards", DOUBLE),
-    mutant("the groups' answers exchanged", "actions = futures[g].wait()", "actions = futures[1 - g].wait()",
-           "(actions|states)", DOUBLE),
-    mutant("the states of the other group sent", "               args=(g, self.id, states.tobytes()))\n        returns",
-           "               args=(1 - g, self.id, states.tobytes()))\n        returns", "(actions|states)|error", DOUBLE),
     mutant("states overwritten that the training still needs", "        states = np.frombuffer(b\"\".join(states), np.float32).reshape(-1, self.num_envs, 4)\n",
            "        states = np.frombuffer(b\"\".join(states), np.float32).reshape(-1, self.num_envs, 4)\n"
            "        memory = self.__dict__.setdefault(str(ob_id), np.empty_like(states))\n        memory[:] = states\n        states = memory\n",
            "log probs"),
-    mutant("both groups share one set of states", "groups[number].answer(", "groups[0].answer(", "error|forwards", program=DOUBLE),
     mutant("one observer's answer for another", "        return answers[ob_id]\n", "        return answers[-1 - ob_id]\n",
            "(actions|states)"),
     mutant("states in the order in which they came", "[asked[ob_id] for ob_id in self.observers]", "list(asked.values())",
@@ -78,11 +68,4 @@ MUTANTS = [
     mutant("answers never renewed", "            if last:\n                self.next_step()\n",
            "            if last:\n                self.states = {}\n", "error|actions|states|forwards"),
     mutant("a mask of another rate", "round(2**16 * kept)", "round(2**16 * (1 - kept))", "(actions|states)"),
-    mutant("one seed for both groups", "seed + g * group.envs.num_envs", "seed", "states", DOUBLE),
-    mutant("the second group's seeds begin with the first group's second", "seed + g * group.envs.num_envs", "seed + g",
-           "states", DOUBLE, flags=["--envs_per_observer", 4]),
-    mutant("returns of the groups in the other order", "torch.cat(returns)", "torch.cat(returns[::-1])",
-           "returns", DOUBLE),
-    mutant("lengths of one group only", "sum(lengths.mean() for lengths in first_lengths).item() / 2", "first_lengths[0].mean().item()",
-           "reward", DOUBLE),
 ]

@@ -41,8 +41,6 @@ MUTANTS = [
     accepted("a server and two trainers in a program for one", "rpc_rnn/main.py", "args.world_size != 2"),
     accepted("an old store for a new run", "p2p_collectives/init_methods.py", "args.file.exists() and not manual"),
     accepted("micro-batches of several shapes", "model_parallel_resnet/schedules.py", "args.batch_size % num_split"),
-    accepted("a part of the table without rows", "ddp_rpc_hybrid/data.py",
-             "dtensor and rows <= (ranks - 1) * -(-rows // ranks)"),
     # Checkpoints that are not those of this training.
     accepted("flags of another training", CHECKPOINT, "name in args.settings and args.settings[name] != value",
              f"{FLAGS}::test_a_training_goes_on_with_its_flags"),
@@ -54,8 +52,6 @@ MUTANTS = [
              f"{FLAGS}::test_not_its_checkpoint"),
     Mutant("weights of other sizes", CHECKPOINT, 'getattr(tensor, "shape", None)', 'getattr(tensor, "ndim", None)',
            test=f"{FLAGS}::test_not_its_checkpoint"),
-    Mutant("a part of a folder whose end is missing", "ddp_basic/fsdp_checkpoint.py", "< part.offset + part.length", "< part.offset",
-           test="tests/test_fsdp.py::test_not_this_trainings_checkpoint[truncated]"),
     accepted("weights that are no numbers", CHECKPOINT, "not _finite(state)", f"{FLAGS}::test_not_its_checkpoint"),
     Mutant("a checkpoint of another example", CHECKPOINT, 'state["example"] != args.example', "False",
            test=f"{FLAGS}::test_not_its_checkpoint"),

@@ -3,7 +3,7 @@
 from tests.mutants import Mutant
 
 MAIN = "model_parallel_resnet/main.py"
-RESULTS = "model_parallel_resnet/results.py"
+RESULTS, MEASURING = "model_parallel_resnet/results.py", "model_parallel_resnet/measuring.py"
 SMALL = ("--arch", "resnet18", "--num_splits", "1", "3")
 
 
@@ -61,6 +61,8 @@ MUTANTS = [
            "zip(args.num_splits[::-1], medians, metrics", file=RESULTS, test="test_reports.py::test_pipeline"),
     mutant("mean for median", "medians = [statistics.median(", "medians = [statistics.fmean(",
            file=RESULTS, test="test_reports.py::test_pipeline"),
+    mutant("a wait counted twice", 'parts["messages"] += b - a - waited', 'parts["messages"] += b - a', file=MEASURING,
+           test="test_model_parallel_resnet.py::test_the_parts_of_a_batch"),
     mutant("downsample without its stride",
            "conv1x1(self.inplanes, planes * self._block.expansion, stride)",
            "conv1x1(self.inplanes, planes * self._block.expansion)", "layers|error"),

@@ -1,14 +1,14 @@
-"""Mistakes in `param_server/main.py` and its variants."""
+"""Mistakes in `param_server/main.py` and its variant."""
 
 from tests.mutants import Mutant
 
 MAIN, DATA = "param_server/main.py", "param_server/data.py"
-ASYNC, BOUNDED = "param_server/async_server.py", "param_server/bounded_server.py"
+ASYNC = "param_server/async_server.py"
 
 
 def mutant(name, file, old, new, check, flags=(), program=None):
     """One that `--check` must see: of the file, or of `main.py` if it is no program."""
-    program = program or (file if file in (ASYNC, BOUNDED) else MAIN)
+    program = program or (ASYNC if file == ASYNC else MAIN)
     return Mutant(name, file, old, new, check=check, flags=flags, program=program)
 
 
@@ -95,7 +95,7 @@ MUTANTS = [
     mutant("the loss of the last step only", "param_server/results.py",
            '{"loss": sum(map(sum, same)) / sum(map(len, same))}', '{"loss": same[0][-1]}', check="mean losses"),
     mutant("the seed is ignored", MAIN, "        torch.manual_seed(args.seed)\n", "", check="weights read"),
-    # Staleness, and its bound.
+    # Staleness.
     mutant("staleness from the end of the forward", ASYNC,
            "            self.note_read(trainer)\n"
            "            # Gradients flow through the copies to the parameters.\n"
@@ -123,21 +123,4 @@ MUTANTS = [
            "    mean = sum(counts) / len(counts) if n_steps else None\n", check="staleness, mean", program=ASYNC),
     mutant("the asynchronous server without copies", ASYNC,
            "if self.n_trainers == 1:", "if self.n_trainers:", check="error|gradients"),
-    mutant("a step too many: the bound is off by one", BOUNDED,
-           "self.steps + 1 - moment + place <=", "self.steps - moment + place <=", check="bound"),
-    mutant("K is ignored", BOUNDED,
-           "self.max_staleness, self.steps = max_staleness, 0", "self.max_staleness, self.steps = 10**6, 0",
-           check="bound"),
-    mutant("a forward too many is let in", BOUNDED,
-           "len(self.read_at) <= self.max_staleness", "len(self.read_at) <= self.max_staleness + 1",
-           check="error|bound", flags=["--world_size", 4, "--timeout", 6]),
-    mutant("as many forwards as K: a lock", BOUNDED,
-           "return len(self.read_at) <= self.max_staleness", "return not self.read_at", check="overlap"),
-    mutant("trainers do not ask before they step", BOUNDED,
-           "        self.server.rpc_sync().acquire_step(", "        (lambda trainer: None)(", check="bound"),
-    mutant("who waits is never woken", BOUNDED,
-           "self.waiting = [entry for entry in self.waiting if entry not in turns]", "self.waiting = []",
-           check="error: .*has waited for 6 s", flags=["--timeout", 6]),
-    Mutant("two steps are let through at a time", BOUNDED,
-           "return self.stepping is None and all(", "return all(", test="tests/test_param_server.py::test_bound"),
 ]

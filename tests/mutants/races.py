@@ -1,7 +1,7 @@
 """Locks and barriers left out, of all programs: each check makes the race happen that they prevent.
 
 Those of a program's own subject are among its mutants (`shared_memory.py`: its three barriers; `main.py` of ddp_basic,
-p2p_collectives and model_parallel_resnet, batch_update.py, several_trainers.py). Without one, for no check could see it:
+p2p_collectives and model_parallel_resnet, batch_update.py). Without one, for no check could see it:
 
 - `global_lock` of param_server/main.py: rank 0 makes the server before it joins, so no call can come earlier. It stays, as
   the tutorial's, for whoever calls in another order.
@@ -29,27 +29,14 @@ MUTANTS = [
     unlocked("observers ask at the same time", "batch_rl/main.py", "\n            # Tutorial: copied", "forwards|error"),
     unlocked("vector environments ask at the same time", "batch_rl/vector.py", "\n            self.states[ob_id]",
              "forwards|error"),
-    unlocked("two micro-batches add to one gradient", "model_parallel_resnet/early_backward.py",
-             "\n            for param", "weights", lock="self._lock", flags=RESNET),
     unlocked("two micro-batches in the second shard", "model_parallel_resnet/main.py", "\n            out = self.fc",
              "one micro-batch at a time|running", lock="self._lock", flags=RESNET),
-    unlocked("two trainers make a table each", "rpc_rnn/several_trainers.py", "\n        part = _parts.get",
-             "error|weights after each step, table|training, loss", lock="_parts_lock"),
     unlocked("a step between counting a read and reading", "param_server/async_server.py",
              "  # or a copy could have one half of another trainer's step", "staleness", lock="self.weights_lock"),
     unlocked("a step between another and its count", "param_server/async_server.py",
              "\n            step()", "staleness", lock="self.weights_lock"),
-    unlocked("two trainers are let in", "param_server/bounded_server.py", "\n            what(", "turns|bound|error",
-             flags=("--max_staleness", "0", "--world_size", "4")),
     forgotten("the clocks of the ranks start apart", "ddp_basic/skew.py",
               "dist.barrier()  # the clocks of all ranks start together", "skew, the clocks"),
-    forgotten("bytes counted before all were sent", "ddp_basic/fsdp.py",
-              "dist.barrier()  # what was sent before has arrived, and is not counted", "barriers, counted"),
-    Mutant("bytes counted before all are sent", "ddp_basic/fsdp.py", "        dist.barrier()\n        sent = None",
-           "        sent = None", check="barriers, counted"),
-    forgotten("a checkpoint removed while it is written", "ddp_basic/fsdp_checkpoint.py",
-              "dist.barrier()  # or rank 0 could remove what another one has begun to write", "barriers, removed|error",
-              program="ddp_basic/fsdp.py"),
     forgotten("a stage begins before the clock is read", "model_parallel_resnet/schedules.py",
               "dist.barrier()  # neither begins before both have read the clock", "timed", flags=STAGES),
     forgotten("the clock is read before both have stepped", "model_parallel_resnet/schedules.py",
@@ -62,7 +49,4 @@ MUTANTS = [
     forgotten("memory is closed before all have opened it", "p2p_collectives/shared_memory.py",
               "dist.barrier()  # all have opened all", "error"),
     forgotten("nobody waits until all are there", "param_server/main.py", "self.all_are_there.wait()", "error"),
-    forgotten("tables are loaded while others train", "rpc_rnn/saving.py",
-              "# Or one trainer's backward could find that another has just loaded the tables.\n        dist.barrier()",
-              "restored", program="rpc_rnn/several_trainers.py", flags=("--checkpoint", "run.pt")),
 ]

@@ -3,11 +3,8 @@
 from tests.mutants import Mutant
 
 MAIN = {"file": "rpc_rnn/main.py", "program": "rpc_rnn/main.py"}
-SEVERAL = {"file": "rpc_rnn/several_trainers.py", "program": "rpc_rnn/several_trainers.py"}
-SEVERAL_READ = {"file": "rpc_rnn/main.py", "program": "rpc_rnn/several_trainers.py"}
 RESULTS = {"file": "rpc_rnn/results.py", "program": "rpc_rnn/main.py"}
 DATA = {"file": "rpc_rnn/data.py", "program": "rpc_rnn/main.py"}
-PREFETCH = {"file": "rpc_rnn/prefetch.py", "program": "rpc_rnn/prefetch.py"}
 
 MUTANTS = [
     Mutant("a plain optimizer", **MAIN, check="weights after each step, LSTM",
@@ -26,7 +23,7 @@ MUTANTS = [
            old="        remote_params.extend(self.decoder_rref.rpc_sync().parameter_rrefs())\n", new=""),
     Mutant("optimizer made anew in each epoch", **MAIN, check="weights after each step",
            old="        # A seed for the dropout of each epoch",
-           new="        opt = model.make_optimizer(args)\n"
+           new="        opt = DistributedOptimizer(Adam, model.parameter_rrefs(), lr=args.lr)\n"
                "        # A seed for the dropout of each epoch"),
     Mutant("dropout never on", **MAIN, check="training, loss",
            old="model.set_mode(training=True,", new="model.set_mode(training=False,"),
@@ -47,55 +44,10 @@ MUTANTS = [
            old="        torch.manual_seed(3 * seed + 1)\n", new=""),
     Mutant("targets are the inputs", file="rpc_rnn/data.py", program="rpc_rnn/main.py", check="training, targets",
            old="yield table[start:end], table[start + 1 : end + 1]", new="yield table[start:end], table[start:end]"),
-    Mutant("all trainers read the same columns", **SEVERAL_READ, check="training, tokens",
-           old="columns(tokens, args.batch_size, rank - 1, world_size - 1)",
-           new="columns(tokens, args.batch_size, 0, world_size - 1)"),
-    Mutant("gradients of the tables not averaged", **SEVERAL, check="gradients in the context, table",
-           old="        average_table_gradients(self.model, context_id)\n", new=""),
-    Mutant("gradients of the tables summed", **SEVERAL, check="gradients in the context, table",
-           old="        first[param] /= len(context_ids)\n", new=""),
-    Mutant("nobody waits for the first trainer's step", **SEVERAL, check="error: rank|training, loss",
-           old="        dist.barrier()  #", new="        pass  #"),
-    Mutant("a table for each trainer", **SEVERAL, check="error|weights after each step, table|training, loss",
-           old="        if part is None:\n", new="        if True:\n"),
-    Mutant("no dropout of the trainers' embeddings", **SEVERAL, check="training, dropout",
-           old="EmbeddingTable, ntoken, ninp, dropout, 3", new="EmbeddingTable, ntoken, ninp, 0.0, 3"),
-    Mutant("no dropout between the layers of several trainers", **SEVERAL, check="training, dropout",
-           old="dropout if nlayers > 1 else 0", new="0"),
-    Mutant("several trainers never switch dropout on", **SEVERAL_READ, check="training, dropout",
-           old="model.set_mode(training=True,", new="model.set_mode(training=False,"),
     Mutant("a short last piece counts like the others", **RESULTS, check="metrics, losses of the epochs",
            old="sum(loss * n / rows for loss, n in losses)", new="sum(loss / len(losses) for loss, n in losses)"),
     Mutant("perplexity of the training loss", **RESULTS, check="metrics, loss before and perplexity",
            old='val_loss = history.epochs[-1]["val_loss"]', new='val_loss = history.epochs[-1]["loss"]'),
-    Mutant("look-up before the step", **PREFETCH, check="training, loss",
-           old="    optimizer_rref.local_value().step(context_id)\n"
-               "    return None if next_tokens is None else look_up(table_rref, next_tokens)\n",
-           new="    following = None if next_tokens is None else look_up(table_rref, next_tokens)\n"
-               "    optimizer_rref.local_value().step(context_id)\n"
-               "    return following\n"),
-    Mutant("embeddings of the present piece again", **PREFETCH, check="error|training, loss",
-           old="PrefetchingModel.next_tokens = following", new="PrefetchingModel.next_tokens = piece[0]"),
-    Mutant("the first piece of the next epoch before its seed", **PREFETCH, check="training, loss",
-           old="(None, None)]", new="pieces[0]]"),
-    Mutant("validation reads what the training has prefetched", **PREFETCH, check="error|validation, loss",
-           old="        if not torch.is_grad_enabled():  # validation reads other tokens\n"
-               "            return super().forward(input, hidden)\n", new=""),
-    Mutant("looked up again in the forward pass", **PREFETCH, check="training, loss",
-           old="        if self.embeddings is None:  #", new="        if True:  #"),
-    Mutant("the gradient of the embeddings lost", **PREFETCH, check="gradients in the context, table",
-           old="    table.embeddings.backward(gradient)\n", new=""),
-    Mutant("the gradient of the embeddings twice", **PREFETCH, check="gradients in the context, table",
-           old="    table.embeddings.backward(gradient)\n",
-           new="    table.embeddings.backward(gradient, retain_graph=True)\n    table.embeddings.backward(gradient)\n"),
-    Mutant("gradients of the table add up", **PREFETCH, check="gradients in the context, table",
-           old="    table.zero_grad()  #", new="    #"),
-    Mutant("the graph of the embeddings cut on the server, too", **PREFETCH, check="error",
-           old="    table.embeddings = table(tokens)\n", new="    table.embeddings = table(tokens).detach()\n"),
-    Mutant("the trainer's own step forgotten", **PREFETCH, check="weights after each step, LSTM",
-           old="        here.local_value().step(context_id)  # meanwhile\n", new=""),
-    Mutant("an optimizer that sees no .grad", **PREFETCH, check="weights after each step, table",
-           old="tutorial.Adam", new="torch.optim.Adam"),
     Mutant("validated on the training text", **DATA, check="tokens",
            old="chain.draw(VAL_TOKENS, args.seed + 2)", new="chain.draw(VAL_TOKENS, args.seed + 1)"),
 ]
