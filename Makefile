@@ -1,7 +1,7 @@
 # make demo    CartPole over RPC, trained until solved (two to six minutes on 2 cores, after the installation)
 # make quick   the tests that one runs after each edit
-# make test    the test suite, on the CPU: of each mechanism one row for each kind of program
-# make test-all  every row for every program, and learn-check, as to be run each night (about an hour)
+# make test    the test suite, on the CPU, without the tests that are marked slow
+# make test-all  all tests, the slow ones too, and learn-check, as to be run each night (about an hour)
 # make mutants realistic mistakes, one at a time: does --check see them? (about an hour)
 # make learn   the workbook: write a part of a lesson, and its oracle judges it (exercises/README.md)
 # make learn-check  do all exercises fail as shipped, and pass when they are solved? (a quarter of an hour)

@@ -15,13 +15,14 @@ import argparse
 import importlib
 from types import ModuleType
 
-import gymnasium as gym
-import numpy as np
-import torch
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, hold_masks, verdict
 from common.recorder import Recorder
 from common.session import device_for
+
+import gymnasium as gym
+import numpy as np
+import torch
 from torch import nn
 
 from batch_rl import main as lesson

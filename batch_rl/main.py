@@ -28,12 +28,13 @@ import threading
 import time
 from collections.abc import Callable
 
-import gymnasium as gym
-import torch
 from common import program
 from common.cli import MOST_PROCESSES, Parser, bounded, given, refuse, require_processes
 from common.report import require_finite
 from common.session import device_for, rpc_options, wait_all
+
+import gymnasium as gym
+import torch
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributions import Categorical
@@ -234,7 +235,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace,
 
 def build_parser(example: str = "batch_rl", description: str = __doc__) -> Parser:
     """Return the parser of this program's flags, or of a variant's."""
-    parser = Parser(example, description, world_size=None, min_world_size=2)
+    parser = Parser(example, description, world_size=None, min_world_size=2, rpc=True)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--observers", type=bounded(int, at_least=1, at_most=MOST_PROCESSES - 1), nargs="+",
         metavar="N", help="how many; several to compare (default: 1 2 5 10; to check, 3)")
@@ -258,25 +259,27 @@ def set_observers(args: argparse.Namespace) -> None:
         args.observers = [3] if args.check else [1, 2, 5, 10]
     else:
         args.observers = list(dict.fromkeys(args.observers))  # each once
-        require_processes(flag, max(args.observers) + 1)
+        require_processes(flag, max(args.observers) + 1, rpc=True)
     if args.check and len(args.observers) > 1:
         refuse(f"{flag} must be a single number with --check")
     args.world_size = max(args.observers) + 1
+
+
+def launch_each(run_worker: Callable[..., dict | None], args: argparse.Namespace,
+                role_name: Callable[[int, int], str]) -> dict[int, dict] | None:
+    """Launch the program with each number of observers; return what each run has returned."""
+    runs = {}
+    for observers in args.observers:  # each starts anew: waiting processes would take time
+        args.world_size = observers + 1
+        runs[observers] = program.launch(run_worker, args, role_name)
+    return None if None in runs.values() else runs
 
 
 def compare(run_worker: Callable[..., dict | None], args: argparse.Namespace) -> dict | None:
     """Run the experiment with each number of observers, or `--check` it; return as `main`."""
     set_observers(args)
     require_room(args)
-    if args.check:
-        return program.run_program(run_worker, args, role_name, finish)
-    runs = {}
-    for observers in args.observers:  # each starts anew: waiting processes would take time
-        args.world_size = observers + 1
-        runs[observers] = program.launch(run_worker, args, role_name)
-    metrics = program.conclude(None if None in runs.values() else runs, args, finish)
-    program.end_at_once(run_worker)
-    return metrics
+    return program.run_program(run_worker, args, role_name, finish, launch_each)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

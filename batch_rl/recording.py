@@ -20,10 +20,11 @@ import time
 from collections import Counter
 from unittest import mock
 
+from common.recorder import Recorder, named_gradients, named_weights
+
 import gymnasium as gym
 import numpy as np
 import torch
-from common.recorder import Recorder, named_gradients, named_weights
 from gymnasium.vector import VectorEnv, VectorWrapper
 from torch import nn
 from torch.distributed import rpc

@@ -6,8 +6,9 @@ import statistics
 import time
 from typing import Protocol
 
-import torch
 from common import cli, picture, report
+
+import torch
 
 ENV_NAME = "CartPole-v1"
 BATCHED, SINGLE = "batched", "single"

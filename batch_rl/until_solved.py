@@ -14,10 +14,11 @@ costs: nothing is compared.
 
 import argparse
 
-import gymnasium as gym
 from common.cli import Parser, bounded, refuse
 from common.program import run_program
 from common.session import rpc_options
+
+import gymnasium as gym
 from torch.distributed import rpc
 
 from batch_rl.main import RPC_THREADS, Agent, role_name
@@ -47,7 +48,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace,
 
 def build_parser() -> Parser:
     """Return the parser: the flags of vector.py that mean something here, and of a training."""
-    parser = Parser("batch_rl/until_solved", __doc__, world_size=3, min_world_size=2)
+    parser = Parser("batch_rl/until_solved", __doc__, world_size=3, min_world_size=2, rpc=True)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--envs_per_observer", type=count, default=64, metavar="K", help="all in one request")
     add_envs_flag(parser)

@@ -38,11 +38,12 @@ import argparse
 import threading
 from collections.abc import Iterator
 
+from common.cli import Parser
+from common.report import require_finite
+
 import gymnasium as gym
 import numpy as np
 import torch
-from common.cli import Parser
-from common.report import require_finite
 from gymnasium.vector import AutoresetMode
 from torch.distributed import rpc
 from torch.nn import functional as F

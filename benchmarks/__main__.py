@@ -26,6 +26,7 @@ from pathlib import Path
 
 from common import report
 from common.cli import PlainParser, bounded, refuse
+
 from tqdm import tqdm
 
 from benchmarks import docs, outputs
@@ -49,7 +50,7 @@ HEADLINES = {  # name: (command, the keys that name the rows of its tables)
     "param_server_4": ("param_server/async_server.py --world_size 5", ()),
     "param_server_4_lock": ("param_server/main.py --world_size 5", ()),
     "batch_update": ("param_server/batch_update.py", ()),
-    "batch_update_timeline": ("-m common.tracing param_server/batch_update.py", ()),
+    "batch_update_timeline": ("-m tracing param_server/batch_update.py", ()),
     "ddp_rpc_hybrid": ("ddp_rpc_hybrid/main.py", ()),
     "ddp_rpc_hybrid_large": ("ddp_rpc_hybrid/main.py --num_embeddings 1000000 --epochs 20", ()),
     "ddp_rpc_hybrid_sparse": (
@@ -60,9 +61,9 @@ HEADLINES = {  # name: (command, the keys that name the rows of its tables)
     "ddp_skew_even": ("ddp_basic/skew.py --slow_rank 1 --delay 0 --timeout 2", ()),
     "ddp_elastic": ("ddp_basic/elastic.py", ()),
     "p2p_collectives": ("p2p_collectives/main.py --world_size 4", ()),
-    "p2p_train": ("-m common.tracing p2p_collectives/train_flat.py --world_size 2", ()),
-    "p2p_train_per_parameter": ("-m common.tracing p2p_collectives/train.py --world_size 2", ()),
-    "p2p_train_ddp": ("-m common.tracing p2p_collectives/train_ddp.py --world_size 2", ()),
+    "p2p_train": ("-m tracing p2p_collectives/train_flat.py --world_size 2", ()),
+    "p2p_train_per_parameter": ("-m tracing p2p_collectives/train.py --world_size 2", ()),
+    "p2p_train_ddp": ("-m tracing p2p_collectives/train_ddp.py --world_size 2", ()),
     "p2p_init_methods": ("p2p_collectives/init_methods.py --world_size 3", ()),
     "ring": ("p2p_collectives/ring_allreduce.py", ("world_size", "bytes", "algorithm")),
     "ring_sizes": (
@@ -76,7 +77,7 @@ HEADLINES = {  # name: (command, the keys that name the rows of its tables)
     "peers_collectives": ("-m benchmarks.peers.collectives --rounds 1",
                           ("world_size", "collective", "bytes", "way")),
     "single_machine": ("model_parallel_resnet/single_machine.py", ("model",)),
-    "pipeline": ("-m common.tracing model_parallel_resnet/main.py --num_splits 1 2 4 8",
+    "pipeline": ("-m tracing model_parallel_resnet/main.py --num_splits 1 2 4 8",
                  ("num_split",)),
 }
 # Not measured unless they are named: they install packages.

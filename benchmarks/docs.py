@@ -1,4 +1,4 @@
-"""Write code, outputs, numbers, maps and tables of faults into the pages.
+"""Write code, outputs, numbers and maps into the pages.
 
     python -m benchmarks.docs            write
 
@@ -11,9 +11,6 @@ In a page, in either language (`*.ja.md` is Japanese):
     <!-- output rpc_rl 2 3 -->...<!-- end -->     of that the first 2 and the last 3 lines
     <!-- replay rpc_rl -->...<!-- end -->         a link to its messages, step by step
     <!-- map 6_5_rpc_rl -->...<!-- end -->        the table of docs/walk/6_5_rpc_rl.json
-    <!-- table faults_rank -->...<!-- end -->     what the tests expect: tests/fault_table.py
-    <!-- table faults_machine -->...<!-- end -->
-    <!-- table faults_launcher -->...<!-- end -->
 
 Measured numbers in a program's docstring are medians, too: `IN_DOCSTRINGS` has their places.
 """
@@ -29,7 +26,6 @@ from pathlib import Path
 from common.cli import PlainParser
 
 from benchmarks import outputs
-from tests.fault_table import OF_A_LAUNCHER, OF_A_MACHINE, OF_A_RANK
 
 ROOT = Path(__file__).resolve().parent.parent
 # By file, pieces of its docstring, with {NAME KEY FORMAT} in the place of each number.
@@ -77,43 +73,21 @@ IN_DOCSTRINGS = {
         "test accuracy {param_server_lock test_accuracy .1%} after",
         "(lock): {param_server_lock samples_per_s .0f} samples/s"],
 }
-MARKED = re.compile(r"(<!-- (=|code|output|replay|map|table) ([^>]*?) -->)(.*?)(<!-- end -->)",
+MARKED = re.compile(r"(<!-- (=|code|output|replay|map) ([^>]*?) -->)(.*?)(<!-- end -->)",
                     re.DOTALL)
 CELLS = r"(?:[Cc]ells? |セル)(\d[\d〜、]*(?:(?:,| to| and) \d+)*)"  # in a heading: "Cells 4 to 6"
 NOT_MEASURED = "–"
 WORDS = {  # column titles and cells of the tables
     "en": {"cell": "cell", "notebook": "notebook", "here": "here", "mended": "mended",
            "left_out": "left out: ",
-           "to_a_rank": "what happens to rank 1 (role1)", "within": "ends within",
-           "local, manual": "local run, manual launch", "terminals": "manual launch",
-           "same": "the same",
-           "traceback": " after its traceback",
-           "way": "way in", "to_another": "what happens", "report": "line", "status": "status",
-           "local": "local run", "manual": "manual launch, terminal of rank 1",
-           "manual 0": "manual launch, terminal of rank 0",
-           "torchrun": "torchrun", "import": "start", "connect": "connecting", "run": "run",
-           "shutdown": "end",
-           "goes_on": "none: the run goes on", "silence": "none",
-           "others": "other terminals: ", "comma": ", ",
            "picture": "![What each process does over time, in a recorded run; the arrows are "
                       "messages]({picture})",
-           "replay": "**Message by message**, in `replay.html`: `python -m common.tracing {flags}` "
+           "replay": "**Message by message**, in `replay.html`: `python -m tracing {flags}` "
                      "([a recorded run]({link}))"},
     "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点",
            "left_out": "省略：",
-           "to_a_rank": "ランク1（role1）に起きること", "within": "終了まで",
-           "local, manual": "ローカル、手動", "terminals": "手動", "same": "同じ",
-           "traceback": "（トレースバックの後）",
-           "way": "起動方法", "to_another": "起きること", "report": "表示される行",
-           "status": "終了ステータス",
-           "local": "ローカル", "manual": "手動（ランク1のターミナル）",
-           "manual 0": "手動（ランク0のターミナル）",
-           "torchrun": "torchrun", "import": "起動中", "connect": "接続中", "run": "実行中",
-           "shutdown": "終了時",
-           "goes_on": "なし。実行は続く", "silence": "なし",
-           "others": "ほかのターミナル：", "comma": "、",
            "picture": "![記録した実行での各プロセスの動き。矢印はメッセージ]({picture})",
-           "replay": "**1通ずつたどる**（`replay.html`）：`python -m common.tracing {flags}`"
+           "replay": "**1通ずつたどる**（`replay.html`）：`python -m tracing {flags}`"
                      "（[記録の例]({link})）"},
 }
 
@@ -134,8 +108,7 @@ def written(page):
         made = {"map": lambda: map_of(what, language, page),
                 "code": lambda: definition(what, page.parent),
                 "output": lambda: printed(*what.split()),
-                "replay": lambda: replay(what, language, page.parent),
-                "table": lambda: TABLES[what](language)}[kind]()
+                "replay": lambda: replay(what, language, page.parent)}[kind]()
         return f"{begin}\n\n{made}\n\n{end}"
 
     return MARKED.sub(write, page.read_text())
@@ -297,86 +270,6 @@ def replay(name, language, folder):
 def fenced(text, language=""):
     """As a block of code of Markdown."""
     return f"```{language}\n{text.rstrip()}\n```"
-
-
-def faults_of_a_rank(language, faults=OF_A_RANK, ways="local, manual"):
-    """The table of what ends a rank; what is reported alike is one row."""
-    words, rows = WORDS[language], {}
-    for fault in faults.values():
-        known = {"timeout": 60, "joins": 68, "rank": 1, "role": "role1", "address": "HOST:29500"}
-        who = "" if fault.whole else "rank 0 (role0) " if fault.of_who_waits else "rank 1 (role1) "
-        lines = [code(f"{who}{example(fault.expected(way).format(**known))}")
-                 for way in ("local", "torchrun")]
-        lines[1] = words["same"] if fault.torchrun is None else lines[1] if fault.torchrun else "–"
-        if fault.traceback:
-            lines[0] += words["traceback"]
-        what, note = in_words(fault, "what", language), in_words(fault, "note", language)
-        row = (*lines, within(fault, language))
-        rows.setdefault(row, []).append(what + bracketed(note, language))
-    return table([words[name] for name in ("to_a_rank", ways, "torchrun", "within")],
-                 [("<br>".join(whats), *row) for row, whats in rows.items()])
-
-
-def faults_beside(language):
-    """The table of what happens to processes that are no ranks; what ends alike is one row."""
-    words, rows = WORDS[language], {}
-    for (way, phase), faults in OF_A_LAUNCHER.items():
-        for fault in faults:
-            line = (code(example(fault.line)) if fault.line
-                    else words["silence" if fault.status else "goes_on"])
-            if fault.others is not None:
-                line += f"<br>{words['others']}{code(example(fault.others))}"
-            status = 128 - fault.status if fault.status < 0 else fault.status  # as a shell shows it
-            ends = within(fault, language) if fault.status else "–"
-            whats = rows.setdefault((way, line, str(status), ends), {})
-            whats.setdefault(in_words(fault, "what", language), []).append(words[phase])
-    return table([words[name] for name in ("way", "to_another", "report", "status", "within")],
-                 [(words[way], "<br>".join(what + bracketed(words["comma"].join(phases), language)
-                                           for what, phases in whats.items()), *row)
-                  for (way, *row), whats in rows.items()])
-
-
-def example(pattern):
-    """A line that a pattern of tests/fault_table.py describes."""
-    inside = r"(?:\\.|[^()|\\])*"
-    text = re.sub(rf"(?<!\\)\({inside}\)\?", "", pattern)  # what may be missing
-    text = re.sub(rf"(?<!\\)\(({inside})\|(?:{inside}\|)*{inside}\)", r"\1", text)  # one of several
-    text = text.replace(r"\S+:\d+", "X/main.py:88", 1).replace(r"\S+:\d+", "X/main.py:131")
-    for what, shown in ((r"\d+ \(\w+\)", "1 (role1)"), ("`.*`", "`code`"), (r"\d+", "60"),
-                        (r"\d", "0"), (".*", "..."), ("\\", "")):
-        text = text.replace(what, shown)
-    assert re.fullmatch(pattern, text), (pattern, text)
-    return text
-
-
-def within(fault, language):
-    """By when the run has ended."""
-    seconds = f"{10 + fault.more_s}{'秒' if language == 'ja' else ' s'}"
-    return f"`--timeout` + {seconds}" if fault.by_silence else seconds
-
-
-def in_words(fault, name, language):
-    """A text of a row in this language."""
-    return getattr(fault, f"{name}_ja" if language == "ja" else name)
-
-
-def bracketed(text, language):
-    """In brackets, unless there is no text."""
-    return text and (f"（{text}）" if language == "ja" else f" ({text})")
-
-
-def code(text):
-    """As Markdown's code, also if it has backticks in it."""
-    return f"`` {text} ``" if "`" in text else f"`{text}`"
-
-
-def table(titles, rows):
-    """A table of Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
-
-
-TABLES = {"faults_rank": faults_of_a_rank, "faults_launcher": faults_beside,
-          "faults_machine": lambda language: faults_of_a_rank(language, OF_A_MACHINE, "terminals")}
 
 
 def out_of_date():

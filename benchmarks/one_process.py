@@ -10,11 +10,12 @@ process can step all environments: what the others distribute costs less than th
 import statistics
 import time
 
-import numpy as np
-import torch
 from common import report
 from common.cli import Parser, bounded, require_memory
 from common.session import device_for
+
+import numpy as np
+import torch
 
 from batch_rl import until_solved
 from batch_rl.main import Policy

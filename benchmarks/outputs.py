@@ -19,7 +19,8 @@ import tempfile
 from pathlib import Path
 
 from common.cli import PlainParser
-from common.tracing import replay
+
+from tracing import replay
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {
@@ -99,9 +100,11 @@ def replay_of(name):
 
 
 def folder_of(command):
-    """Where the program of a command, such as `rpc_rl/main.py --seed 1`, writes by default."""
-    program = Path(command.split()[0])
-    return str("outputs" / (program.parent if program.stem == "main" else program.with_suffix("")))
+    """Where a command, such as `-m tracing rpc_rl/main.py --seed 1`, writes by default."""
+    traced = command.startswith("-m tracing ")
+    program = Path(command.split()[2 if traced else 0])
+    folder = program.parent if program.stem == "main" else program.with_suffix("")
+    return str(Path("outputs/trace" if traced else "outputs", folder))
 
 
 def keep(command, printed):
@@ -117,7 +120,7 @@ def keep(command, printed):
 def record(name):
     """Run the program of a replay, and keep its data; a deadlock ends with status 1."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "common.tracing", *shlex.split(REPLAYS[name])]
+        command = [sys.executable, "-m", "tracing", *shlex.split(REPLAYS[name])]
         done = subprocess.run([*command, "--output_dir", folder], cwd=ROOT, capture_output=True,
                               env={**os.environ, "PICTURE_LANGUAGES": "en,ja"})
         assert done.returncode == name.startswith("deadlock"), (name, done.stderr.decode())

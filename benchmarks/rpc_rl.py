@@ -15,8 +15,9 @@ import time
 
 from common import report
 from common.cli import bounded
-from common.launcher import launch
+from common.launch import launch
 from common.session import rpc_options
+
 from torch.distributed import rpc
 
 from rpc_rl import main as lesson

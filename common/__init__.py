@@ -2,8 +2,22 @@
 
 import os
 import re
+import signal
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def interrupted(*_: object) -> None:
+    """End a program that gets Ctrl-C while it imports torch, in one line; `launch` takes over."""
+    os.write(2, b"\ninterrupted\n")
+    os._exit(130)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+main_file = getattr(sys.modules["__main__"], "__file__", None)
+if (main_file and Path(main_file).resolve().parent.parent == ROOT
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+    signal.signal(signal.SIGINT, interrupted)  # of a program; not of pytest, nor of a notebook
 
 # The oldest. A still older Python must get as far as the line: hence the quoted annotations.
 PYTHON, TORCH = (3, 11), (2, 11)
@@ -17,6 +31,8 @@ def why_not(platform: str = sys.platform,
                 "the same commands there (https://learn.microsoft.com/windows/wsl/install)")
     if python < PYTHON:
         return f"Python {python[0]}.{python[1]} is too old; use {PYTHON[0]}.{PYTHON[1]} or newer"
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         torch = version("torch")
     except PackageNotFoundError:
@@ -39,6 +55,9 @@ def open_standard_streams() -> None:
 
 
 open_standard_streams()
+# C++ of torch reads this when it is imported: without warnings, of which every rank would print one
+# for each rank that is gone.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
     os.environ.pop("TORCHELASTIC_RUN_ID", None)  # left over: torchrun gives all of them
 if reason := why_not():

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from glob import escape
 from typing import NoReturn
 
-import torch
 from common.cli import starts_rank
 from common.limits import given, reason_of, refuse, shortened
 from common.report import replacing
+
+import torch
 from torch import nn
 
 # What a program needs of its state: of each part a type, a tensor of the same shape and dtype, or

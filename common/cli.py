@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-import torch.distributed as dist
-from common.launcher.network import address_of
+from common.environment import address_of
 from common.limits import (  # noqa: F401  lessons take what they check from here, too
     given,
     refuse,
@@ -22,6 +20,9 @@ from common.limits import (  # noqa: F401  lessons take what they check from her
     require_writable_folder,
     shortened,
 )
+
+import torch
+import torch.distributed as dist
 
 # Seeds of generators are up to a million times as large, and must stay below 2**63.
 LARGEST_SEED = 2**31 - 1
@@ -60,12 +61,14 @@ class Parser(PlainParser):
         world_size: default number of processes; None if the example finds it out from other flags.
         min_world_size: the fewest processes the example makes sense with.
         distributed: False for an example of one process: no ranks, no timeout, not under torchrun.
+        rpc: Whether the processes use RPC, which opens many files.
     """
 
     def __init__(self, example: str, description: str, world_size: int | None = 1,
-                 min_world_size: int = 1, distributed: bool = True) -> None:
+                 min_world_size: int = 1, distributed: bool = True, rpc: bool = False) -> None:
+        self.own_flags = []  # the flags of this program alone
         super().__init__(description)
-        self.distributed = distributed
+        self.distributed, self.rpc = distributed, rpc
         self.set_defaults(example=example, checkpoint_rank=0, default_master_addr=None,
                           world_size=1, rank=None)
         self.common = self.add_argument_group("flags that every program has")
@@ -100,6 +103,12 @@ class Parser(PlainParser):
         else:
             add("--check", action="store_true",
                 help="prove the example against a single process instead of running it")
+
+    def add_argument(self, *names: str, **options) -> argparse.Action:
+        """Add a flag of this program alone; see `argparse`."""
+        action = super().add_argument(*names, **options)
+        self.own_flags.append(action)
+        return action
 
     def add_checkpoint_flags(self, rule: str = RESUME) -> None:
         """Add `--checkpoint FILE` and `--resume`.
@@ -138,15 +147,14 @@ class Parser(PlainParser):
         if checkpoint is not None and starts_rank(args, args.checkpoint_rank):
             require_writable_file("--checkpoint", checkpoint, args.checkpoint_rank)
         require_writable_folder("--output_dir", args.output_dir, rank=None)
-        if "--checkpoint" in self._option_string_actions:
+        if hasattr(args, "checkpoint"):
             args.settings = {name: getattr(args, name) for name in self._settings()}
         return args
 
     def _settings(self) -> list[str]:
         """Return the names of the flags that a training keeps: the seed, and of its own most."""
-        own = [action for action in self._actions if action.container is not self.common]
-        return ["seed", *(action.dest for action in own if action.dest not in MAY_CHANGE
-                          and action.dest != "help")]
+        return ["seed", *(action.dest for action in self.own_flags
+                          if action.dest not in MAY_CHANGE | {"help"})]
 
     def _check_ranks(self, args: argparse.Namespace) -> None:
         """Refuse ranks that this command cannot start; take torchrun's world size."""
@@ -168,7 +176,7 @@ class Parser(PlainParser):
             if args.master_addr is None:
                 refuse(f"--rank {args.rank} requires --master_addr HOST, the machine of rank 0")
         elif self.distributed:
-            require_processes(f"--world_size {args.world_size}", args.world_size or 1)
+            require_processes(f"--world_size {args.world_size}", args.world_size or 1, self.rpc)
         if self.distributed and args.rank is None and args.master_addr is not None:
             refuse(f"--master_addr {args.master_addr} requires --rank R: it is for a manual "
                    "launch, rank by rank")

@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy
-import torch
 from common.limits import refuse, shortened
 from common.vision import import_torchvision
+
+import numpy
+import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -47,7 +49,8 @@ def fetch_data(args: argparse.Namespace) -> None:
     """
     if args.dataset != "mnist":
         return
-    first, deadline = os.environ.get("LOCAL_RANK", "0") == "0", time.monotonic() + FETCH_S
+    first = not dist.is_torchelastic_launched() or os.environ["LOCAL_RANK"] == "0"
+    deadline = time.monotonic() + FETCH_S
     failure = _failure(_read, args.data_dir)
     if failure and first:
         failure = _failure(_fetch, args.data_dir) or _failure(_read, args.data_dir)

@@ -16,9 +16,10 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 
-import torch
 from common import report
 from common.data import load_data
+
+import torch
 from torch.utils.data import TensorDataset
 
 

@@ -2,14 +2,17 @@
 
 import atexit
 import importlib
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+
+from common.launch import ROOT, end_now, launch
+from common.limits import refuse
 
 import torch.distributed as dist
-from common.launcher import launch
-from common.launcher.worker import exit_now
 
 
 def role_name(rank: int, world_size: int) -> str:
@@ -19,7 +22,8 @@ def role_name(rank: int, world_size: int) -> str:
 
 def run_program(run_worker: Callable[[int, int, Namespace], dict | None], args: Namespace,
                 role_name: Callable[[int, int], str],
-                finish: Callable[[dict, Namespace], dict]) -> dict | None:
+                finish: Callable[[dict, Namespace], dict],
+                start: Callable | None = None) -> dict | None:
     """Launch a program in all of its processes, or with `--check` hold it against its oracle.
 
     Args:
@@ -27,6 +31,7 @@ def run_program(run_worker: Callable[[int, int, Namespace], dict | None], args: 
         args: the parsed flags.
         role_name: `role_name(rank, world_size)`, for the messages.
         finish: `finish(metrics, args)` makes of what a rank has returned what the user sees.
+        start: What starts the processes and returns the metrics, in place of `launch`.
 
     Returns:
         In the process that reports, what `finish` returns, or the differences of the check; None in
@@ -35,44 +40,57 @@ def run_program(run_worker: Callable[[int, int, Namespace], dict | None], args: 
     Raises:
         SystemExit: 1 after one line if a rank fails, or if the check does.
     """
-    if args.check:
-        result = check(run_worker, args)
-    else:
-        result = conclude(launch(run_worker, args, role_name), args, finish)
-    end_at_once(run_worker)
+    program = program_of(run_worker)
+    try:
+        if args.check:
+            result = check(program, args)
+        else:
+            result = (start or launch)(run_worker, args, role_name)
+            if result is not None:
+                result = finish(result, args)
+                print(f"results: {args.output_dir}", flush=True)
+    except BrokenPipeError:  # `| head -1` reads no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it at its end
+        print("error: cannot print, because the output is closed", file=sys.stderr)
+        raise SystemExit(1) from None
+    if run_worker.__module__ == "__main__" and (
+            dist.is_torchelastic_launched() or args.rank is not None):
+        # This process is a rank. Python would take itself apart around the threads of torch, which
+        # aborted one run in three on a busy machine.
+        atexit.register(end_now, 0)
     return result
 
 
-def conclude(metrics: dict | None, args: Namespace,
-             finish: Callable[[dict, Namespace], dict]) -> dict | None:
-    """Show what a run has returned, in the process that reports; see `run_program`."""
-    if metrics is None:
-        return None
-    result = finish(metrics, args)
-    print(f"results: {args.output_dir}")
-    return result
+def program_of(run_worker: Callable) -> ModuleType:
+    """Import the program that defines `run_worker` by its name, "rpc_rl.main".
 
-
-def end_at_once(run_worker: Callable) -> None:
-    """Under torchrun, where this process is a rank, let its end be as that of any other rank.
-
-    Python would take itself apart around the threads of torch and of the launcher, which aborted
-    one run in three on a busy machine.
+    Raises:
+        SystemExit: 2 after one line, if it is no file of a lesson in the checkout of this module:
+            `--check` would judge another file than the one that was given.
     """
-    if dist.is_torchelastic_launched() and run_worker.__module__ == "__main__":
-        atexit.register(exit_now, 0)
+    file = getattr(sys.modules[run_worker.__module__], "__file__", None)
+    if file is None or not Path(file).is_file():
+        refuse("the processes must import the program: start it by its file, such as "
+               "python rpc_rl/main.py")
+    file = Path(file).resolve()
+    if file.parents[1] != ROOT:
+        refuse(f"{file} is outside of the checkout that `common` comes from, {ROOT}: run the "
+               f"program there, or set PYTHONPATH={file.parents[1]}")
+    program = importlib.import_module(f"{file.parent.name}.{file.stem}")
+    if Path(program.__file__).resolve() != file:
+        refuse(f"{file} is not the file that Python imports as {program.__name__}, "
+               f"{program.__file__}: set PYTHONPATH={ROOT}")
+    return program
 
 
-def check(run_worker: Callable, args: Namespace) -> dict[str, float] | None:
-    """Hold the program that defines `run_worker` against its oracle.
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Hold a program against its oracle; return the differences.
 
     The oracle of `X/train_flat.py` is `check(program, args)` in the first of these files that there
     is: `X/train_flat_check.py`, `X/train_check.py`, `X/check.py`.
     """
-    file = Path(sys.modules[run_worker.__module__].__file__)  # `__main__`, if it is a script
-    oracle = belonging_to(file, "check")
-    program = importlib.import_module(f"{file.parent.name}.{file.stem}")
-    return importlib.import_module(f"{file.parent.name}.{oracle}").check(program, args)
+    oracle = belonging_to(Path(program.__file__), "check")
+    return importlib.import_module(f"{program.__package__}.{oracle}").check(program, args)
 
 
 def belonging_to(file: Path, what: str) -> str:

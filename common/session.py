@@ -7,6 +7,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Sequence
 from datetime import timedelta
+from inspect import signature
 
 import torch
 from torch.distributed import rpc
@@ -21,13 +22,14 @@ def rpc_options(args: Namespace, num_worker_threads: int = 16) -> "rpc.TensorPip
         args: the parsed flags; `--timeout` is the limit of every call that has none of its own.
         num_worker_threads: how many incoming calls this process executes at a time.
     """
-    # RPC_TRANSPORTS is the user's, or common/launcher/environment.py has set it. (Without this
-    # private argument, RPC would use all it can, shared memory first.)
-    transports = os.environ.get("RPC_TRANSPORTS")
+    # RPC_TRANSPORTS is the user's, or common/environment.py has set it. (If this private argument
+    # goes, RPC uses all transports that it can, shared memory first.)
+    more, transports = {}, os.environ.get("RPC_TRANSPORTS")
+    if transports and "_transports" in signature(rpc.TensorPipeRpcBackendOptions).parameters:
+        more["_transports"] = transports.split(",")
     return rpc.TensorPipeRpcBackendOptions(
         init_method=os.environ["INIT_METHOD"], rpc_timeout=args.timeout,
-        num_worker_threads=num_worker_threads,
-        _transports=transports.split(",") if transports else None)
+        num_worker_threads=num_worker_threads, **more)
 
 
 def serving_options(args: Namespace) -> "rpc.TensorPipeRpcBackendOptions":

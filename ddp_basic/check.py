@@ -13,11 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-import torch
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, by_rank, verdict
 from common.recorder import Barriers, Recorder, copies
 from common.session import device_for
+
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

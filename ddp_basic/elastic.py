@@ -31,13 +31,14 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from common import checkpoint, report
 from common.cli import RESUME, Parser, bounded, given, refuse
 from common.data import add_data_flags, fetch_data, load_data
 from common.program import role_name, run_program
 from common.session import backend_for, device_for
+
+import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -10,11 +10,12 @@ from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
-import torch
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, by_rank, fingerprints, flat, load_float64, verdict
 from common.recorder import Recorder
 from common.session import device_for
+
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

@@ -28,12 +28,13 @@ import contextlib
 from argparse import Namespace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from common import report
 from common.cli import Parser, bounded
 from common.program import role_name, run_program
 from common.session import device_for, group_options
+
+import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel as DDP
 

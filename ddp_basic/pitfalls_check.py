@@ -7,9 +7,10 @@ without `--mended`. `batchnorm` is checked as it is given.
 from argparse import Namespace
 from types import ModuleType
 
-import torch
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, verdict
+
+import torch
 from torch import nn
 
 from ddp_basic import pitfalls

@@ -23,12 +23,13 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
 from common import report
 from common.cli import LONGEST_S, Parser, bounded, refuse
 from common.program import role_name, run_program
 from common.session import device_for, group_options
+
+import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel as DDP
 

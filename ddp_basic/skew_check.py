@@ -10,10 +10,11 @@ import time
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-import torch
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, verdict
 from common.recorder import Barriers, Recorder
+
+import torch
 
 from ddp_basic import skew as lesson
 from ddp_basic.check import Seen, compare_steps

@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Iterable
 
 from common import picture, report
-from common.tracing import page
+
+from tracing import page
 
 DRAWN_STEPS = 5
 WORDS = {

@@ -28,12 +28,13 @@ from itertools import accumulate
 from statistics import fmean
 from types import ModuleType
 
+from common.launch import launch
+from common.oracle import Comparison, verdict
+from common.recorder import Recorder, copies, named_gradients, named_weights
+
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
-from common.launcher import launch
-from common.oracle import Comparison, verdict
-from common.recorder import Recorder, copies, named_gradients, named_weights
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.rpc import RRef

@@ -3,8 +3,9 @@
 from argparse import Namespace
 from collections.abc import Callable
 
-import torch
 from common.cli import on_cpu, ranks_here, require_memory, require_own_gpus
+
+import torch
 from torch.nn import functional as F
 
 BATCHES = 10  # of each trainer in an epoch

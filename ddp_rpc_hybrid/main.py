@@ -32,12 +32,13 @@ import random
 from argparse import Namespace
 from collections.abc import Iterator
 
-import torch
-import torch.distributed as dist
-import torch.distributed.autograd as dist_autograd
 from common.cli import Parser, bounded
 from common.program import run_program
 from common.session import device_for, group_options, rpc_options, wait_all
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
@@ -178,7 +179,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = Parser("ddp_rpc_hybrid", __doc__, world_size=4, min_world_size=3)
+    parser = Parser("ddp_rpc_hybrid", __doc__, world_size=4, min_world_size=3, rpc=True)
     add_model_flags(parser)
     return parser
 

@@ -3,10 +3,11 @@
 import time
 from argparse import Namespace
 
+from common import picture, report
+
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
-from common import picture, report
 from torch import nn
 from torch.distributed import rpc
 

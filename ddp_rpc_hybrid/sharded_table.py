@@ -31,11 +31,12 @@ It ends with, about:
 
 from argparse import Namespace
 
-import torch
-import torch.distributed as dist
 from common.cli import Parser
 from common.program import run_program
 from common.session import device_of_group, group_options
+
+import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel as DDP
 

@@ -18,10 +18,11 @@ from statistics import fmean
 from types import ModuleType
 from typing import Any
 
-import torch
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, by_rank, verdict
 from common.recorder import Recorder, copies, named_gradients, named_weights
+
+import torch
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -2,8 +2,9 @@
 
 from argparse import Namespace
 
-import torch
 from common import report
+
+import torch
 from torch import nn
 
 from ddp_rpc_hybrid import results as hybrid

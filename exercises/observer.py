@@ -5,15 +5,16 @@ The lesson's file imports this as `exercise_observer`; it imports nothing of the
 """
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
-
-from common.launcher.worker import cpu_time, stacks
+from types import FrameType
 
 PERIOD_S = 0.5
 TREE = Path(__file__).parent
@@ -51,6 +52,30 @@ def state() -> dict:
         role = lesson["role_name"](rank, int(os.environ["WORLD_SIZE"]))
     return {"rank": rank, "role": role, "pid": os.getpid(), "time": time.monotonic(),
             "threads": threads}
+
+
+def stacks() -> dict[int, list[tuple[FrameType, int]]]:
+    """Return the frames of each thread with their lines, the innermost first, by its identity.
+
+    Nothing is collected meanwhile: with Python 3.11, a collection inside of `frame.f_back` can let
+    that thread go on, and then the frame that is read is gone (seen: a rank that crashed).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        # CPython's, as in faulthandler; without it, messages would not tell where a rank waits.
+        return {thread: list(traceback.walk_stack(frame))
+                for thread, frame in sys._current_frames().items()}
+    finally:
+        if collects:
+            gc.enable()
+
+
+def cpu_time(thread: int) -> int | None:
+    """Return the CPU time of a living thread in ns; None where the system does not tell (macOS)."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return None
+    return time.clock_gettime_ns(time.pthread_getcpuclockid(thread))
 
 
 def start() -> None:

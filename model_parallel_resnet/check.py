@@ -25,13 +25,14 @@ import time
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-import torch
 from common import report
 from common.cli import starts_rank
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, verdict
 from common.recorder import Recorder, copies
 from common.vision import import_torchvision
+
+import torch
 from torch import nn
 from torch.distributed import rpc
 

@@ -2,8 +2,9 @@
 
 import argparse
 
-import torch
 from common.cli import given, on_cpu, ranks_here, refuse, require_memory
+
+import torch
 
 
 def get_batch(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:

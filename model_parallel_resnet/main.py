@@ -15,7 +15,7 @@ Distributed autograd brings the gradients back the same way.
 
     python model_parallel_resnet/main.py --num_splits 1 2 4 8    seconds per batch for each number
     python model_parallel_resnet/main.py --check                 the same as one whole ResNet?
-    python -m common.tracing model_parallel_resnet/main.py       with a timeline of every process
+    python -m tracing model_parallel_resnet/main.py       with a timeline of every process
     torchrun --nproc_per_node 3 model_parallel_resnet/main.py    under torchrun
     python model_parallel_resnet/main.py --rank 1 \
         --master_addr HOST --master_port 29500                   manual launch
@@ -31,12 +31,13 @@ import argparse
 import threading
 import time
 
-import torch
-import torch.distributed.autograd as dist_autograd
 from common.cli import Parser, bounded
 from common.program import run_program
 from common.session import device_for, rpc_options, wait_all
 from common.vision import import_torchvision
+
+import torch
+import torch.distributed.autograd as dist_autograd
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
@@ -251,7 +252,7 @@ def add_flags(parser: Parser) -> Parser:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    return add_flags(Parser("model_parallel_resnet", __doc__, world_size=3))
+    return add_flags(Parser("model_parallel_resnet", __doc__, world_size=3, rpc=True))
 
 
 def main(argv: list[str] | None = None) -> dict | None:

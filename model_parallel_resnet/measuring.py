@@ -1,7 +1,7 @@
 """Where the time of a batch goes: what each worker does, recorded from outside of the lesson.
 
 `record_work` hangs hooks on the shards' layers, on autograd and on the optimizers, and each of them
-writes a span (common/tracing). A kernel of a GPU is only queued by the line that calls it: so
+writes a span (tracing). A kernel of a GPU is only queued by the line that calls it: so
 every span ends when the GPU has done its work.
 
 Every moment of a batch belongs to one of `PARTS`, so the parts add up to its time. A worker that
@@ -20,10 +20,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.session import keep_memory
+
 import torch
 import torch.distributed as dist
-from common.session import keep_memory
-from common.tracing import timeline
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.optim import utils as distributed_optim
@@ -31,6 +31,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from tracing import timeline
 
 # "both": forward and backward at a time; "first", "turn", "between", "last": waits for the first
 # features, for the first gradient, between micro-batches, for the last gradient; "messages": of
@@ -58,7 +60,7 @@ def record_work(role: str, *shards: type[nn.Module]) -> None:
             first to the last of its layers they compute.
     """
     keep_memory()
-    if not timeline.is_on():  # by `python -m common.tracing`
+    if not timeline.is_on():  # by `python -m tracing`
         timeline.start(role)
     for shard in shards:
         for copy in _copies_of(shard):

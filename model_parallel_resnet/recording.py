@@ -9,10 +9,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-import torch
 from common.recorder import copies
-from common.tracing import timeline
+
+import torch
 from torch import nn
+
+from tracing import timeline
 
 
 class StepByStep:

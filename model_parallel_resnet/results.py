@@ -7,12 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-import torch
 from common import picture, report
-from common.tracing import timeline
+
+import torch
 
 from model_parallel_resnet import measuring
 from model_parallel_resnet.measuring import Spans, Window
+from tracing import timeline
 
 TUTORIAL_S = {1: 16.45, 2: 12.33, 4: 10.16, 8: 9.08}  # 6_7, cell 18: three batches of 120, two GPUs
 STAGES = 2

@@ -23,7 +23,7 @@ What it costs: all micro-batches have the same shape.
     python model_parallel_resnet/schedules.py --num_splits 1 2 4 8   seconds per batch for each
     python model_parallel_resnet/schedules.py --schedule 1f1b        in another order
     python model_parallel_resnet/schedules.py --check                the same as in one process?
-    python -m common.tracing model_parallel_resnet/schedules.py      with a timeline
+    python -m tracing model_parallel_resnet/schedules.py      with a timeline
     torchrun --nproc_per_node 2 model_parallel_resnet/schedules.py   rank 1 has the loss, and prints
                                                   (with zero_bubble_v: rank 0)
 
@@ -36,11 +36,12 @@ import argparse
 import time
 from collections.abc import Iterable
 
-import torch
-import torch.distributed as dist
 from common.cli import Parser, given, refuse, require_own_gpus
 from common.program import run_program
 from common.session import device_of_group, group_options
+
+import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.pipelining import (
     PipelineStage,

@@ -13,17 +13,18 @@ import time
 from collections.abc import Iterator
 from types import ModuleType
 
-import torch
-import torch.distributed as dist
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import verdict
 from common.recorder import Recorder, copies
-from common.tracing import timeline
+
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from model_parallel_resnet import check as oracle
 from model_parallel_resnet import schedules as lesson
 from model_parallel_resnet.recording import StepByStep, state
+from tracing import timeline
 
 LATE = 0.2  # s, in which another rank begins its first forward
 STEP_LATE = 1.0  # s, longer than the comparison of a step

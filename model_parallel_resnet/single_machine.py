@@ -33,11 +33,12 @@ import re
 import sys
 import time
 
-import torch
 from common import program, report
 from common.cli import Parser, bounded, refuse, shortened
-from common.launcher.environment import reproducible
+from common.environment import reproducible
 from common.vision import import_torchvision
+
+import torch
 from torch import nn, optim
 
 from model_parallel_resnet.data import require_split_sizes
@@ -290,7 +291,7 @@ def main(argv: list[str] | None = None) -> dict:
     left_out = require_split_sizes(args, SPLIT_SIZES, NUM_CLASSES)
     report.log(ROLE, what_it_shows(args.devices))
     if args.check:
-        return program.check(measure, args)
+        return program.check(program.program_of(measure), args)
     if left_out:
         report.log(ROLE, f"left out: split sizes {left_out}, for the batch has only "
                          f"{args.batch_size} samples")

@@ -20,10 +20,11 @@ import re
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
-import torch
 from common import report
 from common.oracle import Comparison, default_dtype, verdict
 from common.recorder import Recorder, copies
+
+import torch
 from torch import nn
 
 from model_parallel_resnet import single_machine as lesson

@@ -3,8 +3,9 @@
 import argparse
 import statistics
 
-import torch
 from common import picture, report
+
+import torch
 
 ROLE = "main"
 WORDS = {

@@ -8,7 +8,7 @@ waited, reads the old value.
 from argparse import Namespace
 from types import ModuleType
 
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, verdict
 from common.recorder import Recorder
 

@@ -28,21 +28,22 @@ r"""Five deadlocks on purpose, and the line that tells who waits for whom (for t
 
 With DETAIL, torch compares the collectives of all ranks before each call: for other_collective and
 other_shape it raises at once, and tells how they differ. Without it, the run ends with status 1,
-within `--timeout` (here 5 s by default) + 10 s, and with a line like this one:
+within `--timeout` (here 5 s by default) + 10 s, and its last line is like this one:
     error: rank 1 (rank1) has waited for 5 s at FILE:LINE, `code`; rank 0 (rank0) is at FILE:LINE,
-    `code`; stopped 1 other process
+    `code`
 """
 
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 
-import torch
-import torch.distributed as dist
 from common import report
 from common.cli import Parser, refuse
 from common.program import role_name, run_program
 from common.session import group_options, rpc_options
+
+import torch
+import torch.distributed as dist
 from torch.distributed import rpc
 
 
@@ -182,7 +183,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = Parser("p2p_collectives/deadlock", __doc__, world_size=2, min_world_size=2)
+    parser = Parser("p2p_collectives/deadlock", __doc__, world_size=2, min_world_size=2, rpc=True)
     parser.add_argument("--kind", choices=KINDS, default="send_first", help="which deadlock")
     parser.add_argument("--mended", action="store_true", help="run it with its way out")
     parser.set_defaults(timeout=5.0)  # nothing else here takes long

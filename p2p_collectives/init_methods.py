@@ -26,11 +26,12 @@ from multiprocessing import parent_process
 from pathlib import Path
 from urllib.parse import urlparse
 
-import torch
-import torch.distributed as dist
 from common import report
 from common.cli import Parser, refuse, require_writable_file
 from common.program import role_name, run_program
+
+import torch
+import torch.distributed as dist
 
 
 def run(rank: int, size: int) -> float:
@@ -79,9 +80,6 @@ METHODS = {"env": init_process, "tcp": init_tcp, "file": init_file}
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Meet, add up, part, with each method; rank 0 returns what everyone knew and the sums."""
     meetings = []
-    if args.rank is None and not dist.is_torchelastic_launched():
-        # `launch` has opened a store for the ranks; here, rank 0 opens them, as in the tutorial.
-        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     for method in METHODS if args.method == "all" else [args.method]:
         knew = METHODS[method](rank, world_size, args)
         row = {"rank": rank, "knew": knew, "sum": run(rank, world_size)}

@@ -8,10 +8,11 @@ import os
 from argparse import Namespace
 from types import ModuleType
 
-import torch.distributed as dist
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, verdict
 from common.recorder import Recorder, gathered
+
+import torch.distributed as dist
 
 from p2p_collectives import init_methods as lesson
 

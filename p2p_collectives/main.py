@@ -26,12 +26,13 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from common import report
 from common.cli import Parser
 from common.program import role_name, run_program
 from common.session import device_of_group, group_options
+
+import torch
+import torch.distributed as dist
 
 from p2p_collectives import results
 

@@ -4,8 +4,9 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from common.recorder import Recorder
+
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 

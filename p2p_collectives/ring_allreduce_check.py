@@ -13,10 +13,11 @@ from argparse import Namespace
 from functools import partial
 from types import ModuleType
 
-import torch
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, by_rank, verdict
 from common.recorder import Barriers, Recorder
+
+import torch
 
 from p2p_collectives import ring_allreduce as lesson
 from p2p_collectives.fast_ring import RingAllReduce

@@ -4,10 +4,11 @@ import statistics
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from common import picture, report
 from common.cli import ranks_here, require_memory
+
+import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -34,12 +34,13 @@ import select
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
-import torch
-import torch.distributed as dist
 from common import report
 from common.cli import Parser, bounded, ranks_here, refuse
 from common.program import role_name, run_program
 from common.session import group_options
+
+import torch
+import torch.distributed as dist
 
 from p2p_collectives import shared_memory_results as results
 from p2p_collectives.fast_ring import RingAllReduce, group_with_small_buffers

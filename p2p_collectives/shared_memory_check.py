@@ -14,10 +14,11 @@ from argparse import Namespace
 from functools import partial
 from types import ModuleType
 
-import torch
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, by_rank, verdict
 from common.recorder import Barriers, Recorder
+
+import torch
 
 from p2p_collectives import shared_memory as lesson
 from p2p_collectives.messages import record_messages

@@ -3,8 +3,9 @@
 import statistics
 from argparse import Namespace
 
-import torch
 from common import picture, report
+
+import torch
 
 from p2p_collectives.ring_allreduce_results import fit, scale, size_text
 

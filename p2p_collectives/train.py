@@ -27,13 +27,14 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from common import checkpoint
 from common.cli import Parser, bounded, given, refuse, starts_rank
 from common.data import add_data_flags, fetch_data, load_data
 from common.program import role_name, run_program
 from common.session import device_for, group_options
+
+import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset

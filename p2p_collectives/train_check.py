@@ -16,12 +16,13 @@ from collections import Counter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import torch
 from common import checkpoint, report
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, Draws, by_rank, fingerprints, flat, load_float64, verdict
 from common.recorder import Recorder
 from common.session import device_for
+
+import torch
 from torch import nn, optim
 from torch.nn import functional as F
 

@@ -16,10 +16,11 @@ It ends with, about:
 
 from argparse import Namespace
 
-import torch
-import torch.distributed as dist
 from common.cli import Parser
 from common.program import role_name, run_program
+
+import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel

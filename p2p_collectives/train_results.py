@@ -3,9 +3,10 @@
 import time
 from argparse import Namespace
 
+from common import report
+
 import torch
 import torch.distributed as dist
-from common import report
 from torch import nn
 from torch.utils.data import TensorDataset
 

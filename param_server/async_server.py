@@ -28,9 +28,10 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 
-import torch
 from common.cli import Parser
 from common.program import run_program
+
+import torch
 from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer

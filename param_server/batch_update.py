@@ -30,12 +30,13 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 
-import torch
 from common import report
 from common.cli import Parser, bounded
 from common.program import run_program
 from common.session import device_for, rpc_options, wait_all
 from common.vision import import_torchvision
+
+import torch
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.rpc import RRef
@@ -210,7 +211,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = Parser("param_server/batch_update", __doc__, world_size=6, min_world_size=2)
+    parser = Parser("param_server/batch_update", __doc__, world_size=6, min_world_size=2, rpc=True)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--arch", choices=["resnet18", "resnet50"], default="resnet50", help="the model")
     add("--batch_size", type=bounded(int, at_least=2), default=20, metavar="N",

@@ -20,11 +20,12 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Self
 
-import torch
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, flat, verdict
 from common.recorder import Recorder, named_gradients, named_weights
 from common.vision import import_torchvision
+
+import torch
 from torch import nn
 
 from param_server import batch_update as lesson

@@ -6,9 +6,11 @@ import sys
 import time
 from argparse import Namespace
 
-import torch
 from common import picture, report
-from common.tracing import page
+
+import torch
+
+from tracing import page
 
 SPENT = {"compute": {"color": "C0"}, "transfer": {"color": "C5", "hatch": "////"},
          "waiting": {"color": page.IDLE}}

@@ -22,14 +22,15 @@ import time
 from argparse import Namespace
 from types import ModuleType
 
-import joblib
-import torch
 from common import checkpoint
 from common.data import load_data
-from common.launcher import launch
-from common.launcher.environment import users_threads
+from common.environment import users_threads
+from common.launch import launch
 from common.oracle import Comparison, verdict
 from common.recorder import Recorder, copies, current_context, named_weights
+
+import joblib
+import torch
 from torch import nn
 from torch.distributed import rpc
 from torch.nn import functional as F

@@ -3,10 +3,11 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 
-import torch
 from common import checkpoint
 from common.cli import given, ranks_here, refuse, require_memory, starts_rank
 from common.data import fetch_data, load_data
+
+import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -30,13 +30,14 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any, Self
 
-import torch
-import torch.distributed.autograd as dist_autograd
 from common import checkpoint
 from common.cli import Parser, bounded
 from common.data import add_data_flags, load_data
 from common.program import run_program
 from common.session import device_for, rpc_options, serving_options
+
+import torch
+import torch.distributed.autograd as dist_autograd
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
@@ -273,7 +274,7 @@ def run_worker(
 
 def build_parser(example: str = "param_server", description: str = __doc__) -> Parser:
     """Return the parser of this program's flags, or of a variant's."""
-    parser = Parser(example, description, world_size=3, min_world_size=2)
+    parser = Parser(example, description, world_size=3, min_world_size=2, rpc=True)
     parser.set_defaults(default_master_addr="localhost")  # as in the tutorial: --rank is enough
     add, count = parser.add_argument, bounded(int, at_least=1)
     add_data_flags(parser)

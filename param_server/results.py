@@ -4,8 +4,9 @@ import collections
 import time
 from argparse import Namespace
 
-import torch
 from common import picture, report
+
+import torch
 from torch.distributed import rpc
 from torch.utils.data import TensorDataset
 

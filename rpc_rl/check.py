@@ -19,11 +19,12 @@ import importlib
 import threading
 from types import ModuleType
 
-import gymnasium as gym
-import torch
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, hold_masks, verdict
 from common.recorder import Recorder, named_gradients, named_weights
+
+import gymnasium as gym
+import torch
 from torch import nn
 from torch.distributions import Categorical
 

@@ -24,10 +24,11 @@ It ends with (a CPU that rounds differently takes some episodes more or fewer):
 
 import argparse
 
-import torch
 from common import checkpoint
 from common.cli import Parser, refuse
 from common.program import run_program
+
+import torch
 from torch.distributed.rpc import RRef
 from torch.distributions import Categorical
 from torch.nn import functional as F

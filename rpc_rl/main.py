@@ -29,12 +29,13 @@ It ends with, about (which observer asks first is chance, and so is what it draw
 
 import argparse
 
-import gymnasium as gym
-import torch
 from common import report
 from common.cli import Parser, bounded
 from common.program import run_program
 from common.session import device_for, rpc_options, wait_all
+
+import gymnasium as gym
+import torch
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.rpc import RRef, remote
@@ -212,7 +213,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace,
 
 def build_parser(example: str = "rpc_rl", description: str = __doc__) -> Parser:
     """Return the parser of this program's flags, or of a variant's."""
-    parser = Parser(example, description, world_size=3, min_world_size=2)
+    parser = Parser(example, description, world_size=3, min_world_size=2, rpc=True)
     add, count = parser.add_argument, bounded(int, at_least=1)
     # Tutorial: a gamma of 0.1, which sees two steps ahead.
     add("--gamma", type=bounded(float, at_least=0, at_most=1), default=0.99,

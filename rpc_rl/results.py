@@ -4,9 +4,10 @@ import argparse
 import time
 from typing import Protocol
 
-import gymnasium as gym
 from common import picture, report
 from common.cli import refuse
+
+import gymnasium as gym
 
 ENV_NAME = "CartPole-v1"
 WORDS = {

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, Draws, verdict
 from common.recorder import Recorder, named_gradients, named_weights
 from common.session import device_for
+
+import numpy as np
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import rpc
 

@@ -6,10 +6,11 @@ from bisect import bisect
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-import torch
 from common import cli
 from common.cli import given, refuse
+
+import numpy as np
+import torch
 
 NTOKEN = 10  # of the synthetic language; the tutorial's number
 CONCENTRATION = 0.2  # the smaller, the fewer tokens are likely to come next

@@ -25,11 +25,12 @@ It ends with: loss 2.30 -> 1.20 (the source's entropy is 1.18) | validation perp
 from argparse import Namespace
 from pathlib import Path
 
-import torch
-import torch.distributed.autograd as dist_autograd
 from common.cli import Parser, bounded, refuse
 from common.program import run_program
 from common.session import device_for, rpc_options
+
+import torch
+import torch.distributed.autograd as dist_autograd
 from torch import nn, optim
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
@@ -211,7 +212,7 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = Parser("rpc_rnn", __doc__, world_size=2, min_world_size=2)
+    parser = Parser("rpc_rnn", __doc__, world_size=2, min_world_size=2, rpc=True)
     parser.set_defaults(checkpoint_rank=1)
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--corpus", type=Path, metavar="FILE", help="a UTF-8 text (default: a synthetic language)")

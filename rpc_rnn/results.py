@@ -4,10 +4,11 @@ import math
 import time
 from argparse import Namespace
 
-import torch
-import torch.distributed.autograd as dist_autograd
 from common import picture, report
 from common.report import NotFiniteError
+
+import torch
+import torch.distributed.autograd as dist_autograd
 from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer

@@ -3,8 +3,9 @@
 import io
 from argparse import Namespace
 
-import torch
 from common import checkpoint
+
+import torch
 from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer

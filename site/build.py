@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
-from common.tracing import replay
+from tracing import replay
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "outputs/site"

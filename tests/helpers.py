@@ -12,15 +12,21 @@ import time
 from pathlib import Path
 
 import psutil
-
-from tests import warm
+import pytest
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 200  # for one command; a test's own limit is in pyproject.toml
 # What happens in a moment: so long, because the machine may stand still, or be busy with other tests.
 SOON_S = 45
-# By when a run that has failed must have ended. The pages say 10 s: on a quiet machine, ENDS_S=10 holds them to it.
-ENDS_S = float(os.environ.get("ENDS_S", SOON_S))
+
+
+def slow_but(rows, *often):
+    """The rows of a table, marked slow except those whose first value is one of `often`."""
+    def first(row):
+        return getattr(row, "lesson", row[0] if isinstance(row, tuple) else row)
+
+    return [row if first(row) in often
+            else pytest.param(*(row if type(row) is tuple else [row]), marks=pytest.mark.slow) for row in rows]
 
 
 def script(*arguments):
@@ -65,10 +71,10 @@ def commands_in(readme, start="python "):
     return [shlex.split(line, comments=True) for line in lines if line.startswith(start)]
 
 
-def run(command, folder, cold=False, env=None, **options):
-    """Run a command to its end in `folder`; `cold`: with a Python that is started anew, not forked."""
-    with _start(cold)(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                      env=_environment(cold, env or os.environ), **options) as process:
+def run(command, folder, env=None, **options):
+    """Run a command to its end in `folder`; `env` in place of this environment."""
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env=env, **options) as process:
         try:
             out, err = process.communicate(timeout=LIMIT_S)
         except BaseException:
@@ -77,25 +83,25 @@ def run(command, folder, cold=False, env=None, **options):
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def results_of(command, folder, cold=False):
+def results_of(command, folder):
     """Run a program that must succeed, and print no warning; where its results are, and its lines but the one that says so."""
-    result = run(command, folder, cold)
+    result = run(command, folder)
     assert (result.returncode, result.stderr) == (0, "")
     *lines, last = result.stdout.splitlines()
     return folder / last.removeprefix("results: "), lines
 
 
 @contextlib.contextmanager
-def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cold=False, env=()):
+def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=()):
     """Start a command in a session of its own, wait until a line of its output matches `until`, and yield it.
 
-    Its temporary files go to `folder/tmp`, so that a test can see whether any is left. For `cold` see `run`; `env` is
-    added to the environment.
+    Its temporary files go to `folder/tmp`, so that a test can see whether any is left. `env` is added to the
+    environment.
     """
     (folder / "tmp").mkdir(exist_ok=True)
-    process = _start(cold)(
+    process = subprocess.Popen(
         command, cwd=folder, stdout=stdout, stderr=stderr, text=True, start_new_session=True,
-        env=_environment(cold, {**os.environ, "TMPDIR": str(folder / "tmp"), **dict(env)}),
+        env={**os.environ, "TMPDIR": str(folder / "tmp"), **dict(env)},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
     )
     try:
@@ -106,18 +112,12 @@ def running(command, folder, until=None, stdout=subprocess.PIPE, stderr=subproce
                 break
         yield process
     finally:
+        for pid in descendants(process.pid):  # torchrun's ranks have sessions of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def _start(cold):
-    return subprocess.Popen if cold else warm.Popen
-
-
-def _environment(cold, environ):
-    """Without what tests/warm.py has set, if the program is to run as it does for a user."""
-    return {name: value for name, value in environ.items() if not (cold and name == "RPC_TRANSPORTS")}
 
 
 def children(pid):
@@ -142,9 +142,11 @@ def workers(process):
 
 
 def command_of(pid):
-    """The command line of a process and its name: what was forked (tests/warm.py) has only the second."""
-    process = psutil.Process(pid)
-    return " ".join([*process.cmdline(), process.name()])
+    """The command line of a process; "" if it has just ended."""
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""
 
 
 def processes(condition):

@@ -5,6 +5,10 @@ import json
 from argparse import Namespace
 
 from common.program import run_program
+from common.session import wait_all
+
+import pytest
+import torch
 
 from batch_rl import main as batch_rl
 from batch_rl import until_solved
@@ -15,10 +19,11 @@ from tests.helpers import args_of, commands_in, results_of, script
 # --- what it computes
 
 
+@pytest.mark.slow
 def test_compare(tmp_path):
     """The README's command, with fewer and shorter episodes."""
     less = ["--num_episode", "1", "--num_steps", "40", "--observers", "1", "3"]
-    folder, lines = results_of(script(*commands_in("batch_rl/README.md")[0][1:], *less), tmp_path, cold=True)
+    folder, lines = results_of(script(*commands_in("batch_rl/README.md")[0][1:], *less), tmp_path)
     metrics = json.loads((folder / "metrics.json").read_text())
     assert [(row["observers"], row["mode"]) for row in metrics["rows"]] == [
         (observers, mode) for observers in (1, 3) for mode in ("batched", "single")]
@@ -36,6 +41,7 @@ def test_compare(tmp_path):
 train_plain = functools.partial(until_solved.run_worker, agent_class=batch_rl.Agent)
 
 
+@pytest.mark.slow
 def test_it_learns_and_one_seed_gives_one_training(tmp_path):
     """Also that observers play in different environments: with equal ones all rewards would be whole numbers."""
     flags = ["--envs_per_observer", 8, "--num_steps", 100, "--lr", 0.01, "--reward_threshold", 40, "--max_episodes"]
@@ -50,6 +56,7 @@ def test_it_learns_and_one_seed_gives_one_training(tmp_path):
     assert (tmp_path / "learning_curve.png").exists()
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_training_to_the_last_digit(tmp_path):
     """Rewards of many episodes, which depend on all digits of the weights; also that it learns."""
     flags = ["--envs_per_observer", "8", "--num_steps", "60", "--lr", "0.01", "--reward_threshold", "45"]
@@ -75,6 +82,7 @@ def test_a_timeline_shows_both_ways():
     assert shown_first(of_roles, Namespace()) == {"batched": (86, 100)}
 
 
+@pytest.mark.slow
 def test_one_process(tmp_path):
     flags = ["--num_envs", "8", "32", "--num_steps", "60", "--output_dir", str(tmp_path)]
     metrics = one_process.main([*flags, "--num_episode", "1"])
@@ -82,3 +90,21 @@ def test_one_process(tmp_path):
     assert min(row["env_steps_per_s"] for row in metrics["rows"]) > 0
     metrics = one_process.main([*flags, "--mode", "train", "--lr", "0.02", "--reward_threshold", "45"])
     assert all(row["solved"] for row in metrics["rows"])
+
+
+def futures(*, failing=()):
+    made = [torch.futures.Future() for _ in range(3)]
+    for index in failing:
+        made[index].set_exception(KeyError(index))
+    return made
+
+
+def test_wait_all_raises_at_once():
+    """`torch.futures.wait_all` would wait for the two that never end."""
+    with pytest.raises(KeyError):
+        wait_all(futures(failing=[1]))
+    whole = futures()
+    for index in (2, 0, 1):
+        whole[index].set_result(index)
+    assert wait_all(whole) == [0, 1, 2]
+    assert wait_all([]) == []

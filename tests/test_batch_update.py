@@ -13,6 +13,7 @@ MAIN = "param_server/batch_update.py"
 SMALL = ["--arch", "resnet18", "--image_size", "32", "--batch_size", "4", "--num_classes", "5"]
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path):
     """The README's command, with a smaller model."""
     command = next(command for command in commands_in("param_server/README.md") if command[1] == MAIN)

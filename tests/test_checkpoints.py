@@ -9,10 +9,11 @@ import random
 import shutil
 from argparse import Namespace
 
-import pytest
-import torch
 from common import checkpoint
 from common.report import replacing
+
+import pytest
+import torch
 
 from tests import helpers, interrupted
 from tests.test_flags import CHECKPOINTS
@@ -59,7 +60,7 @@ def trained(place, program):
 
 
 @pytest.mark.timeout(600)  # four trainings or five
-@pytest.mark.parametrize("program", ALL, ids=lambda program: program.lesson)
+@pytest.mark.parametrize("program", helpers.slow_but(ALL, "p2p_collectives.train_flat"), ids=lambda program: program.lesson)
 def test_stopped_at_each_save(program, tmp_path):
     """And resumed: state, metrics and speed are those of a training that nobody stopped; from the last one, without a step."""
     program = program._replace(flags=f"{program.flags} {SHORT.get(program.lesson, '--epochs 3')}")
@@ -84,7 +85,7 @@ def test_every_program_is_stopped():
     assert {program.lesson for program in ALL} == {name for name in CHECKPOINTS if not name.startswith("benchmarks.")}
 
 
-@pytest.mark.parametrize("program", interrupted.PROGRAMS, ids=lambda program: program.lesson)
+@pytest.mark.parametrize("program", helpers.slow_but(interrupted.PROGRAMS, "p2p_collectives.train_ddp"), ids=lambda program: program.lesson)
 def test_killed_at_a_random_moment(program, tmp_path):
     """And resumed: every number of the history, every bit of the checkpoint, as if it had never stopped."""
     rng, outcome = random.Random(0), interrupted.LATE
@@ -95,14 +96,15 @@ def test_killed_at_a_random_moment(program, tmp_path):
     assert outcome != interrupted.LATE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", interrupted.PROGRAMS, ids=lambda program: program.lesson)
 def test_killed_while_it_writes_under_torchrun(program, tmp_path):
-    """What it was writing is gone when torchrun is: the process beside it removes it, before it asks whom to blame."""
+    """What it was writing is gone when torchrun is."""
     interrupted.kill(tmp_path, program, interrupted.WRITER, "torchrun", random.Random(0))
 
 
 @pytest.mark.parametrize("what", interrupted.REASONS)
-@pytest.mark.parametrize("program", interrupted.PROGRAMS, ids=lambda program: program.lesson)
+@pytest.mark.parametrize("program", helpers.slow_but(interrupted.PROGRAMS, "p2p_collectives.train_ddp"), ids=lambda program: program.lesson)
 def test_cannot_be_saved(program, what, tmp_path):
     """Status 1, and the old checkpoint is what it was; one line says which rank failed, and why."""
     try:
@@ -155,7 +157,7 @@ def test_a_checkpoint_has_the_flags_of_its_training(tmp_path):
     assert (state["epochs"], state["settings"]) == (1, {"lr": 0.1})
 
 
-@pytest.mark.parametrize("program", interrupted.PROGRAMS, ids=lambda program: program.lesson)
+@pytest.mark.parametrize("program", helpers.slow_but(interrupted.PROGRAMS, "p2p_collectives.train_ddp", "rpc_rnn.main"), ids=lambda program: program.lesson)
 def test_the_table_has_what_is_saved(program):
     """`test_flags.py` takes every part of these away, one at a time."""
     def parts(state):

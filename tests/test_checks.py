@@ -6,14 +6,13 @@ must stand in one of its rows, or in NOT_COMPARED.
 
 import argparse
 import importlib
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
 from common.program import belonging_to
 
-from tests import warm
+import pytest
+
+from tests.helpers import slow_but
 
 TEXT = Path(__file__).parent.parent / "README.ja.md"
 RL = "--seed 7 --gamma 0.9 --lr 0.03"
@@ -24,8 +23,8 @@ UPDATES = "--seed 7 --world_size 3 --arch resnet18 --batch_size 3 --image_size 3
 LETTERS = "--seed 7 --seq_len 9 --lr 0.01 --blocks 2"
 ENVS = f"{RL} --envs sync --num_steps 30"
 
-# program: its rows, and how many comparisons each makes. The first one runs in `make test`, the others at night; but see
-# EACH_ROW, and SOME in tests/conftest.py.
+# program: its rows, and how many comparisons each makes. The first one runs in `make test`, the others are slow; but see
+# EACH_ROW and VARIANTS.
 CHECKS = {
     "rpc_rl.main": {
         f"{RL} --world_size 4 --total_steps_per_episode 36 --max_episodes 4 --truncation terminal": 12,
@@ -150,6 +149,7 @@ EXTREMES = {
     "p2p_collectives.train_ddp": ("--world_size 7 --global_batch_size 7 --lr 0.001", 22),
     "param_server.async_server": (f"{LARGEST} --world_size 6 --batch_size 1437", 17),
 }
+VARIANTS = ("p2p_collectives.train_flat", "p2p_collectives.train_ddp", "param_server.async_server", "p2p_collectives.shared_memory")  # slow: most have another program's oracle
 EACH_ROW = ("ddp_basic.pitfalls",)  # in `make test`: each is another mistake
 QUICK = ("rpc_rl.fast", "ddp_rpc_hybrid.main", "rpc_rnn.main", "p2p_collectives.main")
 PLACE = {"help", "check", "rank", "master_addr", "master_port", "start_method", "timeout", "device", "output_dir"}
@@ -193,12 +193,10 @@ def flags_of(program):
 
 @pytest.mark.parametrize(("program", "flags", "comparisons"), [
     pytest.param(program, flags, comparisons, marks=(
-        pytest.mark.nightly if flags != [*rows][0] and program not in EACH_ROW else pytest.mark.quick if program in QUICK else []))
+        pytest.mark.slow if program in VARIANTS or (flags != [*rows][0] and program not in EACH_ROW)
+        else pytest.mark.quick if program in QUICK else []))
     for program, rows in CHECKS.items() for flags, comparisons in rows.items()])
-def test_check_passes(program, flags, comparisons, tmp_path, capfd, monkeypatch):
-    # What `deadlock.py` starts is forked, too (tests/warm.py).
-    started = SimpleNamespace(**{**vars(subprocess), "Popen": warm.Popen})
-    monkeypatch.setattr("p2p_collectives.deadlock_check.subprocess", started)
+def test_check_passes(program, flags, comparisons, tmp_path, capfd):
     differences = importlib.import_module(program).main(["--check", "--output_dir", str(tmp_path), *flags.split()])
     out, err = capfd.readouterr()
     assert out.count(": ok\n") == len(differences) == comparisons
@@ -206,14 +204,16 @@ def test_check_passes(program, flags, comparisons, tmp_path, capfd, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("program", "flags", "comparisons"), [(program, *row) for program, row in EXTREMES.items()])
-def test_check_passes_at_the_limits(program, flags, comparisons, tmp_path, capfd, monkeypatch):
-    test_check_passes(program, flags, comparisons, tmp_path, capfd, monkeypatch)
+@pytest.mark.parametrize(("program", "flags", "comparisons"), slow_but(
+    [(program, *row) for program, row in EXTREMES.items()],
+    "rpc_rl.main", "batch_rl.main", "ddp_basic.elastic", "p2p_collectives.main"))
+def test_check_passes_at_the_limits(program, flags, comparisons, tmp_path, capfd):
+    test_check_passes(program, flags, comparisons, tmp_path, capfd)
 
 
 @pytest.mark.parametrize("program", EXTREMES)
 def test_the_flags_of_the_limits_are_there(program):
-    """Most of these rows run at night only."""
+    """Most of these rows are slow."""
     importlib.import_module(program).build_parser().parse_args(EXTREMES[program][0].split())
 
 

@@ -5,13 +5,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-import torch
 from common import cli, data
 from common.data import fetch_data, load_data
 from common.launcher import launch
 from common.program import role_name
+
+import numpy as np
+import pytest
+import torch
 
 
 def test_digits():

@@ -29,7 +29,7 @@ def run_main(program, folder, *flags):
 def ranks_of(process):
     """Process ids of the ranks under torchrun; none once it has ended."""
     with contextlib.suppress(OSError):
-        return sorted(pid for pid in children(process.pid) if re.search("ddp_basic|run_as_main", command_of(pid)))  # tests/warm.py
+        return sorted(pid for pid in children(process.pid) if "ddp_basic" in command_of(pid))
     return []
 
 
@@ -59,6 +59,7 @@ def lesson(tmp_path_factory):
     return folder / "outputs" / "ddp_basic", outputs
 
 
+@pytest.mark.slow
 def test_two_runs_at_once(lesson):
     """The tutorial's want 8 GPUs; they would meet at port 12355, and read and delete each other's checkpoint."""
     folder, outputs = lesson
@@ -90,7 +91,8 @@ def test_what_a_run_tells(lesson):
 def test_timeout_is_told_in_words(tmp_path, capfd):
     with pytest.raises(SystemExit, match="^1$"):
         run_main(skew, tmp_path, "--slow_rank", 1, "--delay", 100, "--timeout", 3)
-    *_, told, last = capfd.readouterr().err.splitlines()
+    *lines, last = capfd.readouterr().err.splitlines()
+    [told] = [line for line in lines if line.startswith("RuntimeError: step 1")]
     assert told.startswith("RuntimeError: step 1: rank 0 waited 3 s in backward() for the gradients of a slower rank")
     assert "--timeout" in told
     assert last.startswith("error: rank 0 (rank0) has waited for 3 s at ddp_basic/skew.py:")
@@ -104,7 +106,7 @@ def test_timeout_is_told_in_words(tmp_path, capfd):
 @pytest.mark.parametrize(("kind", "says"), [
     ("unused", r"RuntimeError: Expected to have finished reduction in the prior iteration(.|\n)*"
                r"\nerror: rank [01] \(rank[01]\) raised RuntimeError; stopped 1 other process\n"),
-    ("uneven", r"\nerror: rank (?P<one>[01]) \(rank[01]\) has waited for 3 s at (?P<at>.*); rank [01] \(rank[01]\) is at (?P<other>.*); stopped .*\n"),
+    ("uneven", r"\nerror: rank (?P<one>[01]) \(rank[01]\) has waited for 3 s at (?P<at>.*); rank [01] \(rank[01]\) is at (?P<other>.*?)(?:; stopped .*)?\n"),
 ])
 def test_a_pitfall_ends_in_an_error(kind, says, tmp_path, capfd):
     with pytest.raises(SystemExit, match="^1$"):
@@ -129,6 +131,7 @@ def undisturbed(tmp_path_factory):
     return metrics, torch.load(folder / "run.pt", weights_only=True)
 
 
+@pytest.mark.slow
 def test_killed_twice_at_random_moments(undisturbed, tmp_path):
     """All epochs are done, none twice, and not a bit tells that workers were killed."""
     rng = random.Random(0)

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,6 +26,7 @@ def test_targets_can_be_learned(tmp_path):
 # --- what it computes
 
 
+@pytest.mark.slow
 def test_training(tmp_path):
     """The README's first command, with fewer epochs."""
     folder, lines = results_of(script(*commands_in("ddp_rpc_hybrid/README.md")[0][1:], "--epochs", 40), tmp_path)

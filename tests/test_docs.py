@@ -30,7 +30,7 @@ def documented():
     for commands in ([commands_in(readme) + commands_in(readme, "torchrun ") for readme in READMES]
                      + [commands_of(script) for script in sorted(ROOT.glob("*/*.py")) if script.parent.name != "tests"]):
         for command in commands:
-            if command[1:3] == ["-m", "common.tracing"]:  # it runs a program with that program's flags
+            if command[1:3] == ["-m", "tracing"]:  # it runs a program with that program's flags
                 del command[1:3]
             if command[1] == "-m":
                 command[1:3] = [command[2].replace(".", "/") + ".py"]
@@ -122,7 +122,7 @@ TRANSLATED = [readme for readme in READMES if readme.with_name(f"{readme.stem}.j
 def test_both_languages_say_the_same(page):
     """The same levels of headings, commands, markers, tests and pictures, each in its language."""
     english, japanese = (ROOT / page).read_text(), (ROOT / page).with_name(f"{page.stem}.ja.md").read_text()
-    for what in (r"^(#+) ", r"^\$?(python [^#\n]*|torchrun [^#\n]*)", r"<!-- (?:=|code|output|replay|map|table) ([^>]*?) -->", r"`(test_\w+)`",
+    for what in (r"^(#+) ", r"^\$?(python [^#\n]*|torchrun [^#\n]*)", r"<!-- (?:=|code|output|replay|map) ([^>]*?) -->", r"`(test_\w+)`",
                  r"\]\(([^)]*?)(?:\.ja)?\.png\)"):
         pairs = [sorted(re.findall(what, text, re.MULTILINE)) for text in (english, japanese)]
         assert pairs[0] == pairs[1], what

@@ -12,8 +12,9 @@ import sys
 import time
 from types import SimpleNamespace
 
-import pytest
 from common.oracle import load_float64
+
+import pytest
 
 from exercises import catalog, overlay
 from exercises.__main__ import language_of_the_user, main
@@ -24,8 +25,6 @@ from exercises.refusing import reason_to_refuse
 from exercises.verdict import not_yet
 from exercises.words import WORDS, say
 from tests.helpers import SOON_S, all_end, processes
-from tests.warm import Popen as WarmPopen
-from tests.warm import address
 
 PATIENCE = 3.0  # several tests run beside each other
 ALL = exercises()
@@ -40,15 +39,6 @@ attempts = pytest.mark.parametrize(("exercise", "wrong"), [
 others = pytest.mark.parametrize(("exercise", "right"), [
     pytest.param(one, right, id=f"{one.name} {right['name']}")
     for one in ALL for right in one.text.get("right", [])])
-
-
-@pytest.fixture(autouse=True)
-def warm(monkeypatch):
-    """Runs are forked from a process that has imported torch: see tests/warm.py."""
-    started = SimpleNamespace(Popen=WarmPopen, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr("exercises.running.subprocess", started)
-    monkeypatch.setattr("exercises.__main__.subprocess", SimpleNamespace(
-        run=lambda command, **options: SimpleNamespace(returncode=WarmPopen(command, **options).wait())))
 
 
 def judged(exercise, text, folder, patience=PATIENCE):
@@ -367,21 +357,10 @@ def test_wrong(exercise, wrong, tmp_path):
 
 # --- of the engine: part of make test
 
-# `python -m exercises`, whose runs are forked.
-WARM = """
-import runpy, subprocess, types
-from exercises import running
-from tests import warm
-warm.address = lambda: {address!r}
-running.subprocess = types.SimpleNamespace(**{{**vars(subprocess), "Popen": warm.Popen}})
-runpy.run_module("exercises", run_name="__main__", alter_sys=True)
-"""
-
-
 def test_a_session_in_a_terminal(tmp_path):
     """Save the stub: the symptom. Save the solution: it passes. Then the next one."""
     exercise = named("04")
-    command = [sys.executable, "-c", WARM.format(address=address()), "learn", "04", "--lang", "en",
+    command = [sys.executable, "-m", "exercises", "learn", "04", "--lang", "en",
                "--folder", str(tmp_path), "--patience", str(PATIENCE)]
     ours, theirs = pty.openpty()
     process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-import pytest
-import torch
 from common import data, limits, program, report
 from common.vision import import_torchvision
+
+import pytest
+import torch
 
 from benchmarks.outputs import folder_of
 from ddp_basic import elastic
@@ -27,7 +28,7 @@ from rpc_rl import main as rpc_rl
 from rpc_rnn import data as rpc_rnn_data
 from rpc_rnn.data import load_language
 from rpc_rnn.saving import LocalRNNModel
-from tests.helpers import ROOT, run
+from tests.helpers import ROOT, run, slow_but
 from tests.test_checks import CHECKS, PLACE
 from tests.test_data import write_mnist
 
@@ -250,7 +251,7 @@ def torchrun(monkeypatch):
 DISTRIBUTED = [name for name, calls in PROGRAMS.items() if calls in ([], ["launch"])]
 
 
-@pytest.mark.parametrize("name", DISTRIBUTED)
+@pytest.mark.parametrize("name", slow_but(DISTRIBUTED, "rpc_rl.main", "p2p_collectives.main"))
 def test_one_rank_of_torchrun_says_it(name, stubbed, torchrun):
     parser = parser_of(name)
     ranks = parser.get_default("world_size") or 3
@@ -548,10 +549,11 @@ def test_good_input_is_accepted(name, flags, stubbed):
 
 
 def test_open_files_limit_the_processes(stubbed, monkeypatch):
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.delenv("RPC_TRANSPORTS", raising=False)
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (64, 1024))
     assert refusal("rpc_rl.main", ["--world_size", "20", "--reward_threshold", "100"], stubbed) == (
-        "error: --world_size 20 is too much for this machine, which can hold at most 16 processes "
-        "(open files: ulimit -n)\n")
+        "error: --world_size 20 is too much for this machine, which can hold at most 15 processes "
+        "(open files: ulimit -Hn)\n")
     monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (limits.resource.RLIM_INFINITY,) * 2)
     assert outcome("rpc_rl.main", ["--world_size", "20", "--reward_threshold", "100"], stubbed) == ("accepted", "")
 
@@ -776,7 +778,7 @@ def test_why_not(place, torchs, says, monkeypatch):
             raise PackageNotFoundError(package)
         return torchs
 
-    monkeypatch.setattr(common, "version", version)
+    monkeypatch.setattr("importlib.metadata.version", version)
     reason = common.why_not(**place)
     assert reason is None if says is None else says in reason
 

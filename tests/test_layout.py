@@ -6,8 +6,9 @@ import json
 import os
 import re
 
-import pytest
 from common.program import belonging_to
+
+import pytest
 
 from tests.helpers import ROOT
 from tests.test_checks import CHECKS
@@ -16,7 +17,7 @@ from tests.test_checks import CHECKS
 PROGRAMS = [f"{name.replace('.', '/')}.py" for name in CHECKS
             if name != "model_parallel_resnet.schedules"]
 FOLDERS = sorted({program.split("/")[0] for program in PROGRAMS})
-FILES = sorted(str(path.relative_to(ROOT)) for folder in (*FOLDERS, "common", "benchmarks", "exercises")
+FILES = sorted(str(path.relative_to(ROOT)) for folder in (*FOLDERS, "common", "tracing", "benchmarks", "exercises")
                for path in (ROOT / folder).rglob("*.py")
                if not re.match(r"exercises/\d\d_", str(path.relative_to(ROOT))))  # a learner's own
 RPC = ["rpc_rl/main.py", "rpc_rnn/main.py", "param_server/main.py", "param_server/batch_update.py",
@@ -102,7 +103,7 @@ def own_imports(folder):
     return {name: {other for other in others if other in graph} for name, others in graph.items()}
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, "common", "common/launcher", "common/tracing"])
+@pytest.mark.parametrize("folder", [*FOLDERS, "common", "tracing"])
 def test_imports_point_one_way(folder):
     """A variant imports main, never the other way round: no two files import each other, however indirectly."""
     graph = own_imports(folder)

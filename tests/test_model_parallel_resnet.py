@@ -3,14 +3,15 @@
 import json
 from types import SimpleNamespace
 
+from common.session import device_for
+
 import pytest
 import torch
-from common.session import device_for
-from common.tracing import timeline
 
 from model_parallel_resnet import check, measuring, results
 from model_parallel_resnet import main as rpc_pipeline
 from tests.helpers import commands_in, results_of, script
+from tracing import timeline
 
 MAIN = "model_parallel_resnet/main.py"
 SMALL = ["--arch", "resnet18", "--image_size", "64", "--batch_size", "8"]
@@ -124,11 +125,12 @@ def test_the_parts_of_a_batch_with_two_pieces_at_a_time():
 # --- the runs, and what they check themselves
 
 
+@pytest.mark.slow
 def test_readme_command(tmp_path):
     """The first command of the README, with less to do, and sizes that do not divide."""
     command = commands_in("model_parallel_resnet/README.md")[0]
     assert command[1] == MAIN
-    folder, lines = results_of(script(*command[1:], *SMALL, "--num_splits", 1, 3, "--num_batches", 2), tmp_path, cold=True)
+    folder, lines = results_of(script(*command[1:], *SMALL, "--num_splits", 1, 3, "--num_batches", 2), tmp_path)
     assert lines[6].split() == ["splits", "s/batch", "speed-up", "ideal", "idle"]
     assert [line.split()[0] for line in lines[7:9]] == ["1", "3"]
     assert lines[-1].startswith("resnet18, RPC pipeline: loss 0.")

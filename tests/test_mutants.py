@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from tests import mutants
+from tests.helpers import slow_but
 from tests.mutants import ROOT
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(mutants.__path__) if module.name != "__main__")
@@ -29,7 +30,7 @@ def test_the_table(name):
         assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, mutant.name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, "ddp_basic", "ddp_rpc_hybrid", "flags"))
 def test_check_sees_it(name):
     """Or a test, where the table has none for `--check`."""
     table = table_of(name)

@@ -15,14 +15,13 @@ import pytest
 from traitlets.config import Config
 
 from benchmarks.docs import anchor_of
-from tests import warm
 from tests.helpers import ROOT, all_end
 from tests.test_docs import module_of
 from tests.test_layout import FOLDERS
 
 ENGLISH, JAPANESE = (ROOT / "notebooks" / name for name in ("tour.ipynb", "tour.ja.ipynb"))
 BOTH = pytest.mark.parametrize("path", [ENGLISH, JAPANESE], ids=lambda path: path.name)
-TRACED = "-m common.tracing "  # before the program of a command
+TRACED = "-m tracing "  # before the program of a command
 SHORT = {  # the tour's commands, without the checks, and flags that make them short
     "p2p_collectives/main.py --world_size 4": "--demo blocking",
     "p2p_collectives/ring_allreduce.py": "--sizes 65536 --repeats 2 --world_size 2",
@@ -32,9 +31,9 @@ SHORT = {  # the tour's commands, without the checks, and flags that make them s
     "rpc_rl/main.py --world_size 3": "--max_episodes 2",
     "rpc_rnn/main.py": "--epochs 1 --batch_size 400",
     "param_server/main.py": "--epochs 1 --batch_size 256",
-    "-m common.tracing model_parallel_resnet/main.py --num_splits 1 2 4 8":
+    "-m tracing model_parallel_resnet/main.py --num_splits 1 2 4 8":
         "--arch resnet18 --image_size 64 --batch_size 4 --num_splits 2 --num_batches 1",
-    "-m common.tracing param_server/batch_update.py": "--arch resnet18 --image_size 32 --batch_size 2 --world_size 2 --num_updates 2",
+    "-m tracing param_server/batch_update.py": "--arch resnet18 --image_size 32 --batch_size 2 --world_size 2 --num_updates 2",
     "batch_rl/main.py": "--observers 1 --num_episode 1 --num_steps 20",
     "ddp_rpc_hybrid/main.py": "--epochs 2",
 }
@@ -215,26 +214,18 @@ def runs_quietly(folder, capfd, limit_s=300, **form):
     return printed
 
 
-@pytest.fixture
-def warm_python(at_hand, monkeypatch):
-    """A `python` that is forked (tests/warm.py)."""
-    python = at_hand.parent / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text(warm.as_python())
-    python.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}{os.environ['PATH']}")
-
-
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lessons", ["(p2p_collectives|ddp_basic)-", ""], ids=["two lessons", "all lessons"])
-def test_it_runs(lessons, at_hand, warm_python, capfd):
+@pytest.mark.parametrize("lessons", [
+    pytest.param("(p2p_collectives|ddp_basic)-", id="two lessons"),
+    pytest.param("", id="all lessons", marks=pytest.mark.slow)])
+def test_it_runs(lessons, at_hand, capfd):
     runs_quietly(at_hand, capfd, short=True, lessons=lessons)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_it_runs_as_it_stands(at_hand, capfd):
-    """All commands, all checks: `pytest -n 0 -m nightly -k stands tests/test_notebooks.py`, 10 to 20 minutes on 2 cores."""
+    """All commands, all checks: `pytest -n 0 -m slow -k stands tests/test_notebooks.py`, 10 to 20 minutes on 2 cores."""
     printed = runs_quietly(at_hand, capfd, limit_s=900, short=False)  # CartPole takes as long as it takes
     assert "CartPole-v1 solved in" in printed
     assert "FAIL" not in printed

@@ -2,9 +2,10 @@
 
 import math
 
+from common.oracle import Comparison, verdict
+
 import pytest
 import torch
-from common.oracle import Comparison, verdict
 
 
 def compared(run, oracle, tolerance=1e-6, **options):

@@ -99,6 +99,7 @@ def test_ranks_that_drift_apart_are_noticed(monkeypatch, capfd, tmp_path):
     assert "ArithmeticError: the replicas have drifted apart" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_training(tmp_path):
     """With its defaults."""
     folder, lines = results_of(script(TRAIN, "--world_size", 2), tmp_path)
@@ -110,6 +111,7 @@ def test_training(tmp_path):
     assert "weights bitwise identical" in lines[-1]
 
 
+@pytest.mark.slow
 def test_resume_on_two_machines(free_port, tmp_path_factory):
     """Manual launch; the checkpoint is where rank 0 is, and rank 1 has none."""
     machines = [tmp_path_factory.mktemp(name) for name in ("one", "other")]

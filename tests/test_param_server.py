@@ -48,6 +48,7 @@ def test_a_checkpoint_has_no_half_step(program, lock, monkeypatch, tmp_path):
 # --- what it computes
 
 
+@pytest.mark.slow
 def test_check_of_a_resumed_training(capfd, tmp_path):
     """The oracle goes on from the checkpoint as the server does; and a check writes over no file."""
     saved = tmp_path / "run.pt"
@@ -59,12 +60,13 @@ def test_check_of_a_resumed_training(capfd, tmp_path):
     capfd.readouterr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["main", "async_server"])
 def test_it_learns(name, tmp_path):
     """The README's command, with a tenth of its epochs, and smaller batches."""
     command = next(command for command in commands_in("param_server/README.md") if command[1] == f"param_server/{name}.py")
     flags = ["--epochs", 2, "--batch_size", 16, "--lr", 0.04]
-    folder, lines = results_of(script(*command[1:], *flags), tmp_path, cold=True)
+    folder, lines = results_of(script(*command[1:], *flags), tmp_path)
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["test_accuracy"] > 0.8  # by chance 0.1; which trainer comes first is chance, too
     assert metrics["epochs"][-1]["loss"] < 0.6 * metrics["epochs"][0]["loss"]

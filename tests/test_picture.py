@@ -3,8 +3,9 @@
 import importlib
 import string
 
-import pytest
 from common import picture
+
+import pytest
 
 from tests.test_layout import FILES
 
@@ -24,7 +25,7 @@ def tables():
                     yield from found(inner)
 
     files = [path for path in FILES if path.endswith("results.py")]
-    for path in [*files, "common/tracing/page.py", "common/picture.py"]:
+    for path in [*files, "tracing/page.py", "common/picture.py"]:
         module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
         for name in ("WORDS", "TIMELINE_TITLE", "CAPTIONS"):
             for table in found(getattr(module, name, None)):

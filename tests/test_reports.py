@@ -34,7 +34,7 @@ from rpc_rl import main as rpc_rl
 from rpc_rl import results as rpc_rl_results
 from rpc_rnn import main as rpc_rnn
 from rpc_rnn import results as rpc_rnn_results
-from tests.helpers import args_of
+from tests.helpers import args_of, slow_but
 from transformer_parallel import experts, zero
 from transformer_parallel import results as transformer_results
 
@@ -555,7 +555,8 @@ DIVERGING = [  # with a learning rate that no training survives
 ]
 
 
-@pytest.mark.parametrize(("program", "flags", "who"), DIVERGING)
+@pytest.mark.parametrize(("program", "flags", "who"), slow_but(
+    DIVERGING, "ddp_basic.main", "rpc_rnn.main", "model_parallel_resnet.single_machine"))
 def test_a_training_that_diverges(program, flags, who, tmp_path, capfd):
     """One line, status 1, and no metrics.json with NaN in it."""
     with pytest.raises(SystemExit, match="^1$"):

@@ -20,6 +20,7 @@ from tests.helpers import args_of, commands_in, listening, nothing_left, process
 # --- what it computes
 
 
+@pytest.mark.slow
 def test_benchmark(tmp_path):
     metrics = benchmark.main(["--world_size", "2", "--rounds", "4", "--min_steps", "1", "--output_dir", str(tmp_path)])
     assert [row["agent"] for row in metrics["rows"]] == ["plain", "fast, 2 RPCs a step", "fast", "ceiling"]

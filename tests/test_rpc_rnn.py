@@ -78,8 +78,9 @@ def test_no_perplexity(val_loss, monkeypatch, tmp_path):
         results.summary(history, None, language, args)
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path):
-    folder, lines = results_of(script(MAIN, "--epochs", 3, "--batch_size", 60, "--lr", 0.01), tmp_path, cold=True)
+    folder, lines = results_of(script(MAIN, "--epochs", 3, "--batch_size", 60, "--lr", 0.01), tmp_path)
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["initial_val_loss"] == pytest.approx(math.log(10), rel=0.02)
     assert metrics["entropy_floor"] == MarkovChain(seed=0).entropy_rate()

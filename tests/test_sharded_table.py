@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.helpers import results_of, script
 
 MAIN = "ddp_rpc_hybrid/sharded_table.py"
@@ -10,6 +12,7 @@ MAIN = "ddp_rpc_hybrid/sharded_table.py"
 # --- what it computes
 
 
+@pytest.mark.slow
 def test_training(tmp_path):
     """It learns, reports what it holds and sends, and draws; like main.py's, from the same table and batches."""
     folder, lines = results_of(script(MAIN, "--epochs", 60), tmp_path)

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 from torch import nn
 
@@ -98,11 +99,12 @@ def test_each_bar_has_its_label(tmp_path, monkeypatch):
 # --- the command
 
 
+@pytest.mark.slow
 def test_the_documented_command(tmp_path):
     """With small flags: the numbers, the pictures, and what this hardware can show."""
     command = next(command[1:] for command in commands_in(README) if MAIN in command)
     folder, lines = results_of(script(*command, *SMALL, "--device", "cpu", "--num_repeat", 2, "--num_batches", 2),
-                               tmp_path, cold=True)
+                               tmp_path)
     assert "one device (cpu): nothing can overlap" in lines[0]
     assert "left out: split sizes [5, 8, 10, 12, 20, 40, 60]" in lines[1]
     assert lines[-1].startswith("ResNet50 on one device (cpu): model parallel takes ")

@@ -17,11 +17,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-from common.launcher import launch
+from common.launch import launch
 from common.oracle import Comparison, default_dtype, verdict
 from common.recorder import Recorder
+
+import torch
+import torch.distributed as dist
 from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F

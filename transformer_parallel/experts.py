@@ -36,10 +36,11 @@ import math
 from argparse import Namespace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from common.cli import Parser, bounded, refuse
 from common.program import role_name, run_program
+
+import torch
+import torch.distributed as dist
 from torch import nn
 
 # Private by its name, and what torch advises in place of torch.distributed.nn.functional.

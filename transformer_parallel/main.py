@@ -25,12 +25,13 @@ import contextlib
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
-import torch.distributed as dist
 from common import report
 from common.cli import Parser, bounded, refuse
 from common.program import role_name, run_program
 from common.session import device_of_group, group_options
+
+import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel as DDP
 

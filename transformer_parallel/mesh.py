@@ -39,11 +39,12 @@ Large-Scale Language Model Training on GPU Clusters", https://arxiv.org/abs/2104
 import shutil
 from argparse import Namespace
 
-import torch
-import torch.distributed as dist
 from common.checkpoint import NotSavedError
 from common.cli import Parser, bounded, refuse, starts_rank
 from common.program import role_name, run_program
+
+import torch
+import torch.distributed as dist
 from torch import optim
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -31,10 +31,11 @@ Sources: Huang et al., "GPipe", https://arxiv.org/abs/1811.06965; for 1F1B Harla
 from argparse import Namespace
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from common.cli import Parser, bounded, refuse
 from common.program import role_name, run_program
+
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,

@@ -48,9 +48,10 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from common.cli import Parser, bounded
 from common.program import role_name, run_program
+
+import torch
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint

@@ -6,10 +6,11 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 
-import torch
-import torch.distributed as dist
 from common import report
 from common.cli import ranks_here, require_memory
+
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor

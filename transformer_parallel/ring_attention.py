@@ -38,11 +38,12 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from common.cli import Parser, on_cpu, ranks_here, refuse
 from common.program import role_name, run_program
 from common.session import device_of_group
+
+import torch
+import torch.distributed as dist
 
 # Private: the ring inside of the public `context_parallel`, which knows no kernel of CPUs.
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_attention

@@ -29,10 +29,11 @@ Sources: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053; Korthi
 from argparse import Namespace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from common.cli import Parser, refuse
 from common.program import role_name, run_program
+
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, parallel

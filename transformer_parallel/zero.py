@@ -29,10 +29,11 @@ Source: Rajbhandari et al., "ZeRO", https://arxiv.org/abs/1910.02054, sections 5
 from argparse import Namespace
 from collections.abc import Iterator
 
-import torch
-import torch.distributed as dist
 from common.cli import Parser
 from common.program import role_name, run_program
+
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -17,8 +17,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests import warm
-
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider"]
 LIMIT_S = 300  # for one mutant: a run that hangs is ended by its test after 180
@@ -92,7 +90,7 @@ def failing(tests, at_once):
 
 def _run(command, folder, environ, limit_s=LIMIT_S):
     """The status and output of a command; a mistake that hangs has the status 1 of what is caught by a limit."""
-    process = warm.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE,
+    process = subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=limit_s)

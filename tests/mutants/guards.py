@@ -2,9 +2,9 @@
 
 from tests.mutants import Mutant
 
-FLAGS, FAULTS = "tests/test_flags.py", "tests/test_faults.py"
-SILENT = "tests/test_launch.py::test_who_is_silent_is_blamed_and_not_who_waited"
-CHECKPOINT, LIMITS, WATCH = "common/checkpoint.py", "common/limits.py", "common/launcher/watch.py"
+FLAGS = "tests/test_flags.py"
+BLAME = "tests/test_launch.py::test_the_cause_comes_before_silence_before_notices"
+CHECKPOINT, LIMITS, LAUNCH = "common/checkpoint.py", "common/limits.py", "common/launch.py"
 
 
 def accepted(name, file, condition, test=f"{FLAGS}::test_bad_input"):
@@ -71,25 +71,15 @@ MUTANTS = [
     # A training that goes on with what is no number.
     accepted("an infinite loss", "common/report.py", "not math.isfinite(loss)", "tests/test_reports.py::test_a_training_that_diverges"),
     # Who is to blame, and when.
-    Mutant("the groups of a mesh wait for half an hour", "common/launcher/environment.py",
-           "distributed_c10d.default_pg_timeout = timedelta(seconds=args.timeout)", "pass",
-           test=f"{FAULTS}::test_only_waiting_tells[p2p_collectives.main]"),
-    Mutant("who is silent is never blamed", WATCH, "[silent(rank, age)] if age > seconds and not done else []", "[]",
-           test=SILENT),
-    Mutant("a silence that was long ago is blamed", WATCH, "and now - end < self.timeout]", "]",
-           test="tests/test_launch.py::test_only_a_silence_of_late_is_blamed"),
-    Mutant("who has noticed an end is blamed for it", WATCH, "if blamed.kind <= SILENCE:", "if True:",
-           test=SILENT),
-    Mutant("status 0 is a good end", WATCH, 'if not status.get("left") and not status.get("failure"):',
-           'if getattr(process, "exitcode", None) and not status.get("left") and not status.get("failure"):',
-           test=f"{FAULTS}::test_end_of_a_rank[rpc_rl.main]"),
-    Mutant("a note of a standstill each time", WATCH, "        self.noted = True\n", "", test=f"{FAULTS}::test_standstill"),
-    Mutant("no note of a standstill", WATCH, "        if self.noted or", "        if True or", test=f"{FAULTS}::test_standstill"),
-    Mutant("slow steps are a standstill", WATCH, "limit = time.monotonic() - self.timeout - GRACE_S",
-           "limit = time.monotonic() - 1", test=f"{FAULTS}::test_no_standstill"),
-    Mutant("a rank that does not come is waited for", WATCH, "[late] if time.monotonic() > self.join_by else []", "[]",
-           test="tests/test_launch.py::test_a_rank_that_does_not_come"),
-    Mutant("what a stranger writes ends the launcher", "common/launcher/channel.py",
-           "with contextlib.suppress(ValueError, RecursionError):  #", "if True:  #",
-           test="tests/test_launch.py::test_what_a_stranger_writes_is_no_word_of_a_rank"),
+    Mutant("a rank that is silent is never blamed", LAUNCH, "        if age > SILENT_S:\n", "        if False:\n",
+           test=BLAME),
+    Mutant("a rank that has noticed an end is blamed at once", LAUNCH, "if now - self.since < GRACE_S:", "if False:", test=BLAME),
+    Mutant("a connection that is lost is a failure of its own", LAUNCH, "return Failure(LOST, rank,", "return Failure(CAUSE, rank,",
+           test="tests/test_launch.py::test_what_an_exception_means"),
+    Mutant("an error that came over RPC is the caller's", LAUNCH, "    if origins:", "    if False:",
+           test="tests/test_launch.py::test_what_an_exception_means"),
+    Mutant("status 0 is a good end", LAUNCH, "if not states.is_over(rank):", "if processes[rank].exitcode and not states.is_over(rank):",
+           test="tests/test_launch.py::test_local[rpc_rl.main-exit0-1]"),
+    Mutant("a script of another checkout is accepted", "common/program.py", "if file.parents[1] != ROOT:", "if False:",
+           test="tests/test_launch.py::test_what_is_judged_is_the_file_that_was_given"),
 ]

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]  # of this repository
+ROOT = Path(__file__).resolve().parents[1]  # of this repository
+NO_LESSONS = ("common", "tracing")
 KEPT = 20_000  # spans of a process: the last ones, so that a long training does not fill the memory
 DEPTH = 3  # functions of the lesson that are kept for each span: itself and those that called it
 SUPPORT = ("results.py", "measuring.py")  # they record what happens in the lines that call them
@@ -117,7 +118,8 @@ def lesson_file(filename: str) -> str | None:
     """Return `rpc_rl/main.py` for a file in the folder of a lesson; None for any other file."""
     with contextlib.suppress(ValueError):
         path = Path(filename).relative_to(ROOT)
-        if len(path.parts) == 2 and path.parts[0] != "common" and not path.name.endswith(SUPPORT):
+        if (len(path.parts) == 2 and path.parts[0] not in NO_LESSONS
+                and not path.name.endswith(SUPPORT)):
             return path.as_posix()
     return None
 

@@ -1,4 +1,4 @@
-"""Record a run of any program from outside of it: `python -m common.tracing PROGRAM`.
+"""Record a run of any program from outside of it: `python -m tracing PROGRAM`.
 
     record.py      the command: wraps the program while it runs, writes the files in the end
     messages.py    in each process: calls, sends, collectives, RRefs, futures, to a file of its own

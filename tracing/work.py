@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common.tracing import messages, timeline
 from torch import nn
 from torch.distributed import autograd
 from torch.distributed.optim import DistributedOptimizer
@@ -23,6 +22,8 @@ from torch.distributed.rpc import internal, rref_proxy
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
+
+from tracing import messages, timeline
 
 _backwards = []  # that are going on, of torch: when they began
 

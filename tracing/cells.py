@@ -5,7 +5,7 @@ import functools
 import json
 from pathlib import Path
 
-from common.tracing.timeline import ROOT
+from tracing.timeline import ROOT
 
 
 @functools.cache

@@ -1,34 +1,39 @@
 """Records a run of a program that has no line for it: its functions are wrapped while it runs.
 
-    python -m common.tracing param_server/main.py --epochs 2          with the program's own flags
-    torchrun --nproc_per_node 3 -m common.tracing param_server/main.py --epochs 2
-    python -m common.tracing outputs/param_server      what a failed run under torchrun has left
+    python -m tracing param_server/main.py --epochs 2          with the program's own flags
+    torchrun --nproc_per_node 3 -m tracing param_server/main.py --epochs 2
+    python -m tracing outputs/trace/param_server      what a failed run under torchrun has left
 
 Recorded are all messages between the processes (messages.py), and what each of them computes
 (work.py). A `shown_first(spans_by_role, args)` in the program's `results.py` chooses what is shown
 first.
 
-In the end, also when it fails, the run leaves `replay.html`, `timeline.json` and `timeline.png`.
+In the end, also when it fails, the run leaves `replay.html`, `timeline.json` and `timeline.png` in
+`outputs/trace/param_server`, or in the folder of `--output_dir`, beside the results of the run. A
+rank that torchrun or a terminal has started ends at once when the run fails; then the third command
+makes these files.
 """
 
-import contextlib
+import atexit
 import importlib
 import os
-import shutil
 import sys
 import zlib
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import common.program
-import torch.distributed as dist
 from common import report
 from common.cli import refuse, starts_rank
-from common.launcher import watch
+from common.launch import Failure, RunFailedError, end_now
 from common.recorder import gathered
-from common.tracing import merge, messages, page, timeline, work
-from torch.distributed import rpc
+
+import torch.distributed as dist
+
+from tracing import merge, messages, page, timeline, work
 
 RECORD = "record"  # the folder in which the processes of a run leave what they have recorded
 STEPS_SHOWN = 3  # at first: the last ones
@@ -53,41 +58,75 @@ class Traced:
         title = f"{self.program.replace('.', '/')}.py, {world_size} ranks"
         work.start()
         messages.start(self.folder, rank, roles, title, report.machine(args))
-        if args.rank is not None or os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
-            gather_at_the_end(self.folder, rank)
         try:
             metrics = program.run_worker(rank, world_size, args)
         except BaseException as error:
             messages.failed(error)
             raise
-        if rank == 0 and dist.is_torchelastic_launched():
-            save(self.folder, self.program, args)
+        if args.rank is not None or os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+            gather(self.folder, rank, world_size)
         return metrics
 
 
+def gather(folder: Path, rank: int, world_size: int) -> None:
+    """Bring the files of all processes to rank 0, which may be on another machine.
+
+    Args:
+        folder: for the files of the processes.
+        rank: of this process.
+        world_size: number of processes.
+    """
+    mine = {path.name: zlib.compress(path.read_bytes(), 1) for path in folder.glob(f"*rank-{rank}")}
+    clear(folder, rank)
+    with messages.quiet():
+        store, _, _ = next(dist.rendezvous(os.environ["INIT_METHOD"], rank, world_size))
+        dist.init_process_group("gloo", store=dist.PrefixStore("tracing", store), rank=rank,
+                                world_size=world_size)
+        everyone = gathered(mine)
+        dist.destroy_process_group()
+    if rank == 0:
+        folder.mkdir(exist_ok=True)
+        for files in everyone:
+            for name, data in files.items():
+                (folder / name).write_bytes(zlib.decompress(data))
+
+
 def save(folder: Path, program: str | None = None, args: Namespace | None = None,
-         failed: bool = False, failure: watch.Failure | None = None) -> None:
+         failed: bool = False, failure: Failure | None = None) -> Path | None:
     """Write the page, the trace and the picture of what the processes have recorded in `folder`.
 
     They stand beside the folder, which is removed.
 
     Args:
-        folder: with the files of the processes; nothing happens if there are none.
+        folder: with the files of the processes.
         program: the name of its module, whose results choose what is shown first.
         args: the parsed flags.
         failed: whether the run has failed.
         failure: which rank did, and how.
+
+    Returns:
+        The path of the page; None if there is nothing in the folder.
     """
     record = merge.merged(folder)
-    if record is not None:
-        merge.add_failure(record, failure)
-        record["failed"] = failed or any(op["kind"] == "failed" for op in record["ops"])
-        choose = getattr(program and results_of(program), "shown_first", shown_first)
-        spans, shown = record["spans"], None
-        if not record["failed"] and any(spans.values()):
-            shown = choose(spans, args)
-        page.save(record, folder.parent, shown)
-        shutil.rmtree(folder, ignore_errors=True)
+    if record is None:
+        return None
+    merge.add_failure(record, failure)
+    record["failed"] = failed or any(op["kind"] == "failed" for op in record["ops"])
+    choose = getattr(program and results_of(program), "shown_first", shown_first)
+    spans, shown = record["spans"], None
+    if not record["failed"] and any(spans.values()):
+        shown = choose(spans, args)
+    page.save(record, folder.parent, shown)
+    clear(folder)
+    return folder.parent / "replay.html"
+
+
+def clear(folder: Path, rank: int | str = "*") -> None:
+    """Remove the files of a process, or of all; and the folder if nothing else is in it."""
+    for path in folder.glob(f"*rank-{rank}"):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def is_program(name: str) -> bool:
@@ -105,45 +144,6 @@ def results_of(program: str) -> ModuleType:
         return sys.modules[module.finish.__module__]
     results = common.program.belonging_to(path, "results")
     return importlib.import_module(f"{program.partition('.')[0]}.{results}")
-
-
-def gather_at_the_end(folder: Path, rank: int) -> None:
-    """Let this process, when it leaves, send its file to rank 0, which may be on another machine.
-
-    Args:
-        folder: with the files of the processes.
-        rank: of this process.
-    """
-    leave_rpc, leave_group = rpc.shutdown, dist.destroy_process_group
-    done = []
-
-    def exchange(all_gather):
-        mine = folder / f"rank-{rank}"
-        for name, data in all_gather([mine.name, zlib.compress(mine.read_bytes(), 1)]):
-            if rank == 0 and name != mine.name:
-                (folder / f"{name}.sent").write_bytes(zlib.decompress(data))
-        if rank > 0:
-            mine.unlink()
-            with contextlib.suppress(OSError):  # others use it, too
-                folder.rmdir()
-        done.append(True)
-
-    def shutdown(*args, **kwargs):
-        # What shutdown() itself waits with, twice: nobody has anything left to do, and now the
-        # files. Names of torch without a promise; the test of the timelines uses them.
-        with messages.quiet():
-            rpc.api._all_gather(None, timeout=0)
-            exchange(lambda mine: rpc.api._all_gather(mine, timeout=0).values())
-        leave_rpc(*args, **kwargs)
-
-    def destroy_process_group(*args, **kwargs):
-        # With RPC, which has the processes outside of the group too, there is nothing to do here.
-        if not done and not rpc.api._is_current_rpc_agent_set():
-            with messages.quiet():
-                exchange(gathered)
-        leave_group(*args, **kwargs)
-
-    rpc.shutdown, dist.destroy_process_group = shutdown, destroy_process_group
 
 
 def shown_first(spans_by_role: dict[str, list[dict]],
@@ -187,32 +187,50 @@ def main(argv: list[str] | None = None) -> dict | None:
     if path in ("-h", "--help"):
         return print(__doc__)
     if Path(path, RECORD).is_dir():
-        return save(Path(path, RECORD), failed=True)
+        return tell(save(Path(path, RECORD), failed=True))
     file = timeline.lesson_file(str(Path(path).resolve()))
     program = (file or "").removesuffix(".py").replace("/", ".")
     if not is_program(program):
         refuse("give a program of a lesson, such as param_server/main.py, and its flags", None)
     module = importlib.import_module(program)
-    launch = common.program.launch
+    launch, build_parser, pages = common.program.launch, module.build_parser, []
+
+    def with_own_folder():
+        parser = build_parser()
+        default = parser.get_default("output_dir").relative_to("outputs")
+        parser.set_defaults(output_dir=Path("outputs", "trace", default))
+        return parser
 
     def traced(run_worker, args, role_name):
-        folder, failed, failures = args.output_dir / RECORD, True, []
-        if starts_rank(args, 0):  # what an earlier run has left
-            for left in folder.glob("rank-*"):
-                left.unlink(missing_ok=True)
-        tell = watch.report
-        watch.report = lambda failure, *more: (failures.append(failure), tell(failure, *more))
+        folder, failed, failure = args.output_dir / RECORD, True, None
+        started_here = args.rank is None and not dist.is_torchelastic_launched()
+        if started_here:
+            clear(folder)  # what an earlier run has left
+        else:
+            atexit.register(end_now, 0)  # as `common.program` does for a rank
+            if starts_rank(args, 0):
+                print(f"after a failure: python -m tracing {args.output_dir}", flush=True)
         try:
             result = launch(Traced(program, folder), args, role_name)
             failed = False
             return result
+        except RunFailedError as error:
+            failure = error.failure
+            raise
         finally:
-            watch.report = tell
-            if not dist.is_torchelastic_launched() and args.rank in (None, 0):
-                save(folder, program, args, failed, *failures)
+            if starts_rank(args, 0):
+                pages.append(save(folder, program, args, failed, failure))
 
-    common.program.launch = traced
-    try:
-        return module.main(flags)
-    finally:
-        common.program.launch = launch
+    with (mock.patch.object(common.program, "launch", traced),
+          mock.patch.object(module, "build_parser", with_own_folder)):
+        try:
+            return module.main(flags)
+        finally:
+            for path in pages:
+                tell(path)
+
+
+def tell(path: Path | None) -> None:
+    """Print where the page is."""
+    if path is not None:
+        print(f"replay: {path}", flush=True)

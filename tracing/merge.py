@@ -1,27 +1,23 @@
 """Puts together what the processes of a run have recorded: their files, and who answers whom."""
 
-import marshal
+import json
 from collections import defaultdict
 from pathlib import Path
 
-from common.launcher.watch import Failure
-from common.tracing.messages import HALF
+from common.launch import Failure
+
+from tracing.messages import older
 
 STATES = "hold", "context"  # kinds of operations that send nothing and wait for nobody
 SOON = 1e-6  # seconds: a message arrives after it has left, whatever two clocks say
 
 
-def read(path: Path) -> list[tuple]:
-    """Return the events of a file, the oldest first; up to where its process was killed."""
-    data = path.read_bytes()
-    halves = sorted((int.from_bytes(data[at : at + 4], "big"), at) for at in (0, HALF))
-    events = []
-    for number, at in halves:
-        end, at = at + HALF, at + 4
-        while number and at + 4 <= end and (size := int.from_bytes(data[at : at + 4], "big")):
-            events.append(marshal.loads(data[at + 4 : at + 4 + size]))
-            at += 4 + size
-    return events
+def read(path: Path) -> list[list]:
+    """Return the events of a process, the oldest first."""
+    files = [file.read_bytes() for file in (older(path), path) if file.exists()]
+    lines = b"".join(files).splitlines(keepends=True)
+    # A killed process may have left a part of a line.
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def merged(folder: Path) -> dict | None:
@@ -35,16 +31,18 @@ def merged(folder: Path) -> dict | None:
         belongs to the operation `op`; it leaves the rank `source` in the operation `out` (None: in
         C++) at the time `left`, and comes to `target` in `into` at `came` (None: never).
     """
-    record, found, seen, asked = None, {}, set(), []
+    record, found, asked = None, {}, []
     for path in sorted(folder.glob("rank-*")):
         events = read(path)
-        if not events or events[0][1] in seen:  # it has been sent, and is here as well
+        header = next((event[1:] for event in events if event[0] == "header"), None)
+        if header is None:
             continue
-        rank, roles, title, machine, main = events[0][1:]
-        seen.add(rank)
+        rank, roles, title, machine, main = header
         if record is None:
             record = {"title": title, "machine": machine, "lanes": roles, "ops": [], "arrows": [],
                       "spans": {role: [] for role in roles}}
+        if rank >= len(record["lanes"]):  # of an earlier run, on more ranks
+            continue
         threads, own, bars = {main: 0}, set(), []
         for what, *event in events:
             if what in ("span", "bar"):
@@ -108,7 +106,7 @@ def _as_one(bars: list[dict], run: dict) -> list[dict]:
 def add_failure(record: dict, failure: Failure | None) -> None:
     """Add what a rank could not write itself: how it was killed, behind its last message."""
     ranks = [op["rank"] for op in record["ops"] if op["kind"] == "failed"]
-    if failure is not None and failure.rank is not None and failure.rank not in ranks:
+    if failure is not None and failure.rank not in ranks:
         last = max((op[key] for op in record["ops"] if op["rank"] == failure.rank
                     for key in ("start", "end") if op[key]), default=record["ops"][-1]["start"])
         record["ops"].append({

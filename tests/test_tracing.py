@@ -11,11 +11,12 @@ import sys
 import tarfile
 import threading
 
-import pytest
-from common.launcher import watch
-from common.tracing import cells, merge, messages, page, record, timeline
+from common.launch import CAUSE, Failure
 
-from tests.helpers import SOON_S, run, running
+import pytest
+
+from tests.helpers import SOON_S, run, running, slow_but
+from tracing import cells, merge, messages, page, record, timeline
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def test_the_line_of_a_span():
     [span] = timeline.recorded()["worker1"]
     path, line, function = span["where"][0]
     here = test_the_line_of_a_span.__code__
-    assert (path, function) == ("tests/test_timeline.py", "test_the_line_of_a_span")
+    assert (path, function) == ("tests/test_tracing.py", "test_the_line_of_a_span")
     assert line == here.co_firstlineno + 3
     assert all(not path.startswith("common") for path, _, _ in span["where"])
 
@@ -203,7 +204,7 @@ TRACED = {  # flags, and what is recorded in each process
 }
 
 
-@pytest.mark.parametrize("program", TRACED)
+@pytest.mark.parametrize("program", slow_but(TRACED, "rpc_rl/main.py", "p2p_collectives/main.py", "ddp_rpc_hybrid/main.py"))
 def test_traced(program, tmp_path):
     """A lesson without a line for it: the processes, what they did, and where that stands."""
     flags, expected = TRACED[program]
@@ -220,11 +221,13 @@ def test_traced(program, tmp_path):
     require_flows(tmp_path)
 
 
-@pytest.mark.parametrize("program", ["p2p_collectives/train.py --epochs 1", "rpc_rnn/main.py --epochs 1 --batch_size 400"])
+@pytest.mark.parametrize("program", [
+    "p2p_collectives/train.py --epochs 1",
+    pytest.param("rpc_rnn/main.py --epochs 1 --batch_size 400", marks=pytest.mark.slow)])
 def test_several_machines(program, tmp_path, free_port):
     """Without a folder that all ranks see, each sends its record to rank 0 when it leaves."""
     lesson, *flags = program.split()
-    commands = [[sys.executable, "-m", "common.tracing", str(timeline.ROOT / lesson), *flags, "--world_size", "2", "--rank", str(rank),
+    commands = [[sys.executable, "-m", "tracing", str(timeline.ROOT / lesson), *flags, "--world_size", "2", "--rank", str(rank),
                  "--master_addr", "localhost", "--master_port", str(free_port), "--output_dir", str(tmp_path / str(rank))]
                 for rank in range(2)]
     with running(commands[1], tmp_path) as there:
@@ -338,7 +341,7 @@ def test_page_is_self_contained(opened, saved):
     assert not re.search(r"https?:|@import|url\(|\b(src|href)=(?!\"data:,\")", text)
 
 
-@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize("width", slow_but([1400, 400], 400))
 def test_arrows(opened, saved, width):
     """They join the lanes of who sends and who takes it in, in the order of the record."""
     replay = opened(saved / "replay.html", width)
@@ -407,6 +410,7 @@ def test_line_rrefs_futures_and_contexts(opened, saved):
     assert "no. 1 in its group" in replay.inner_text("#facts")
 
 
+@pytest.mark.slow
 def test_forwarded_rref(opened, tmp_path):
     """Made by the master, owned by ps, forwarded to two trainers, and dropped; parameters' RRefs come in answers."""
     record.main([str(timeline.ROOT / "ddp_rpc_hybrid/main.py"), "--epochs", "1", "--output_dir", str(tmp_path)])
@@ -481,8 +485,8 @@ def test_languages(opened, saved):
     assert replay.evaluate("Object.keys(TEXTS.en).join() === Object.keys(TEXTS.ja).join()")
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize(("width", "dark"), [
+    (400, True), *(pytest.param(width, dark, marks=pytest.mark.slow) for width, dark in ((400, False), (1400, False), (1400, True)))])
 def test_screenshot(opened, saved, width, dark, tmp_path):
     """The page fits into the window, in both languages and at each zoom."""
     for language in ("en", "ja"):
@@ -549,6 +553,7 @@ def perfetto(chromium, tmp_path_factory):
     return imported
 
 
+@pytest.mark.slow
 def test_perfetto(perfetto, saved):
     """It takes in every slice and every arrow of a trace, without a complaint; an arrow that ends nowhere is one."""
     events = json.loads((saved / "timeline.json").read_text())["traceEvents"]
@@ -564,14 +569,14 @@ def test_perfetto(perfetto, saved):
 
 def test_the_last_messages_are_kept(tmp_path, monkeypatch):
     """A bounded file; what is still open stays in it, however long ago it began."""
-    for module in (messages, merge):
-        monkeypatch.setattr(module, "HALF", 2**18)
+    monkeypatch.setattr(messages, "FULL", 2**18)
     recorder = messages.Recorder(tmp_path / "rank-0", 0, ["agent"], "a run", None, threading.get_ident())
     first = recorder.begin("hold", rref="0.0", owner=0)
-    count = 3 * messages.HALF // 100
+    count = 3 * messages.FULL // 100
     for number in range(count):
         recorder.finish(recorder.begin("call", [], name=f"call {number}"))
-    assert (tmp_path / "rank-0").stat().st_size == 2 * messages.HALF
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * messages.FULL
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["older-rank-0", "rank-0"]
     ops = merge.merged(tmp_path)["ops"]
     assert (ops[0]["kind"], ops[0]["end"]) == ("hold", None)
     assert ops[-1]["name"] == f"call {count - 1}"
@@ -602,7 +607,7 @@ def test_killed_rank_has_failed(opened, tmp_path):
     recorder = messages.Recorder(tmp_path / "rank-1", 1, ["rank0", "rank1"], "a run", None, 7)
     recorder.begin("recv", PLACE, name="recv", peer=0, tag=0, group="world", ranks=[0, 1], waits=True)
     recorded = merge.merged(tmp_path)
-    merge.add_failure(recorded, watch.Failure(1, "was killed by SIGKILL"))
+    merge.add_failure(recorded, Failure(CAUSE, 1, "was killed by SIGKILL"))
     recorded["failed"] = True
     page.save(recorded, tmp_path)
     replay = opened(tmp_path / "replay.html")
@@ -616,30 +621,35 @@ CIRCLE = ["When the run ended: rank0 waited for rank1; rank1 waited for rank0.",
 SAME_PLACE = "At the same place, number 1 of the group, they call: "
 
 
-def test_deadlock(opened, tmp_path, capfd):
-    """A deadlock leaves its record, and the page opens where it ends."""
+def test_deadlock(opened, tmp_path, capfd, monkeypatch):
+    """A deadlock leaves its record in a folder of its own, and the page opens where it ends."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="^1$"):
-        record.main([str(timeline.ROOT / "p2p_collectives/deadlock.py"), "--timeout", "2", "--output_dir",
-                     str(tmp_path)])
-    assert re.search(r"p2p_collectives/deadlock\.py:\d+, `dist\.send", capfd.readouterr().err)  # not the recorder's line
-    replay = opened(tmp_path / "replay.html")
+        record.main([str(timeline.ROOT / "p2p_collectives/deadlock.py"), "--timeout", "2"])
+    out, err = capfd.readouterr()
+    assert re.search(r"p2p_collectives/deadlock\.py:\d+, `dist\.send", err.splitlines()[-1])  # not the recorder's line
+    folder = "outputs/trace/p2p_collectives/deadlock"
+    assert out.splitlines()[-1] == f"replay: {folder}/replay.html"
+    replay = opened(tmp_path / folder / "replay.html")
     assert replay.locator("#end p").all_inner_texts() == CIRCLE
     assert ends(replay, ".waiting") == [["0 1"], ["1 0"]]
     assert "rank0: waits for rank1: send" in replay.inner_text("#doing")
     assert "dist.send(mine" in replay.inner_text("#code .here")
-    assert (tmp_path / "timeline.png").exists()
+    assert (tmp_path / folder / "timeline.png").exists()
 
 
-@pytest.mark.parametrize(("kind", "calls"), [
+@pytest.mark.parametrize(("kind", "calls"), slow_but([
     ("other_collective", [SAME_PLACE + "rank0 all_reduce 4 B, rank1 broadcast 4 B."]),
     ("other_shape", [SAME_PLACE + "rank0 all_reduce 8 B, rank1 all_reduce 4 B."]), ("one_fewer", []), ("rpc", []),
-], ids=lambda kind: kind if isinstance(kind, str) else "")
+], "other_shape", "rpc"), ids=lambda kind: kind if isinstance(kind, str) else "")
 def test_the_circle_of_a_deadlock(kind, calls, opened, tmp_path, capfd):
     """Of the other kinds, too, the page names it."""
     with pytest.raises(SystemExit, match="^1$"):
         record.main([str(timeline.ROOT / "p2p_collectives/deadlock.py"), "--kind", kind, "--timeout", "3",
                      "--output_dir", str(tmp_path)])
-    assert "p2p_collectives/deadlock.py:" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "p2p_collectives/deadlock.py:" in err.splitlines()[-1]
+    assert "/tracing/" not in err
     assert opened(tmp_path / "replay.html").locator("#end p").all_inner_texts() == [*CIRCLE, *calls]
 
 

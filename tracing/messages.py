@@ -25,9 +25,6 @@ import functools
 import inspect
 import itertools
 import json
-import marshal
-import mmap
-import os
 import re
 import sys
 import threading
@@ -38,11 +35,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common.tracing import timeline
 from torch.distributed import autograd, rpc
 from torch.distributed.rpc import api, internal, rref_proxy
 
-HALF = 2**22  # bytes: the file has two; when both are full, the older half is overwritten
+from tracing import timeline
+
+FULL = 2**22  # bytes of a file; a process keeps two files, the last ones
 TRACED = "_traced"  # the argument that brings the identity of a call to the process that runs it
 PEERS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 ROOTS = {"broadcast": "src", "broadcast_object_list": "src", "scatter": "src",
@@ -51,6 +49,7 @@ COLLECTIVES = [*ROOTS, "all_reduce", "all_gather", "all_gather_into_tensor", "al
                "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
                "barrier", "monitored_barrier", "new_group", "init_process_group"]
 RREF = re.compile(r"created_on=(\d+), local_id=(\d+)")  # in the text of an RRef
+_as_json = json.JSONEncoder(default=str, separators=(",", ":")).encode
 _recorder = None
 
 
@@ -68,46 +67,41 @@ here = Here()
 
 
 class Recorder:
-    """Writes events into memory that the system keeps in a file, also when the process is killed.
+    """Appends events to a file, one line of JSON each, at once: they stay if the process is killed.
+
+    A full file becomes the older one of two, and takes the place of the older one before it.
 
     Args:
         path: of the file.
-        header: the first event; it is never overwritten.
+        header: the first event; every file has it.
     """
 
     def __init__(self, path: Path, *header: object) -> None:
-        with path.open("wb+") as file:
-            if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process later
-                os.posix_fallocate(file.fileno(), 0, 2 * HALF)
-            file.truncate(2 * HALF)
-            self.memory = mmap.mmap(file.fileno(), 2 * HALF)
-        self.ids, self.open = itertools.count(1), {0: ("header", *header)}
-        self.lock, self.half = threading.RLock(), 0  # RLock: a finalizer may come in between
-        self._turn()
+        self.path, self.ids, self.open = path, itertools.count(1), {0: ("header", *header)}
+        self.lock = threading.RLock()  # RLock: a finalizer may come in between
+        for left in (path, older(path)):  # by an earlier run
+            left.unlink(missing_ok=True)
+        self._next_file()
 
-    def _turn(self) -> None:
-        """Go on in the other half, which begins with its number and with what is still open."""
-        at = self.half % 2 * HALF
-        self.half, self.at, self.end = self.half + 1, at + 4, at + HALF
-        self.memory[at : at + 8] = self.half.to_bytes(4, "big") + bytes(4)
+    def _next_file(self) -> None:
+        """Go on in a new file, which begins with the header and with what is still open."""
+        self.room = FULL
+        if self.path.exists():
+            self.path.replace(older(self.path))
+        self.file = self.path.open("wb", buffering=0)
         for op, event in list(self.open.items()):
-            if self.at > at + HALF // 2:  # so many are open that little else would find room
+            if self.room < FULL // 2:  # so many are open that little else would find room
                 del self.open[op]
             else:
                 self.write(event)
 
     def write(self, event: tuple) -> None:
         """Write an event of plain values; texts in the place of others."""
-        try:
-            data = marshal.dumps(event)
-        except ValueError:
-            data = marshal.dumps(json.loads(json.dumps(event, default=str)))
-        data = len(data).to_bytes(4, "big") + data + bytes(4)  # the next one overwrites the zeros
+        line = f"{_as_json(event)}\n".encode()
         with self.lock:
-            if self.at + len(data) > self.end:
-                self._turn()
-            at, self.at = self.at, self.at + len(data) - 4
-            self.memory[at : at + len(data)] = data
+            if len(line) > self.room:
+                self._next_file()
+            self.room -= self.file.write(line)
 
     def begin(self, kind: str, where: list | None = None, thread: int | None = None,
               op: int | None = None, **about: object) -> int:
@@ -146,6 +140,11 @@ def start(folder: Path, rank: int, roles: list[str], title: str, machine: dict) 
     _record_autograd()
     _record_rrefs()
     _record_futures()
+
+
+def older(path: Path) -> Path:
+    """Return the path of the older one of the two files of a process."""
+    return path.with_name(f"older-{path.name}")
 
 
 def write(*event: object) -> None:

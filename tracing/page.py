@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import picture, report
-from common.tracing import replay
-from common.tracing.cells import cell_of
-from common.tracing.merge import STATES
-from common.tracing.timeline import KINDS, OTHER, idle_share, within
+
+from tracing import replay
+from tracing.cells import cell_of
+from tracing.merge import STATES
+from tracing.timeline import KINDS, OTHER, idle_share, within
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,9 @@ import textwrap
 from pathlib import Path
 
 from common import report
-from common.tracing.cells import cell_of
-from common.tracing.timeline import KINDS, OTHER, ROOT
+
+from tracing.cells import cell_of
+from tracing.timeline import KINDS, OTHER, ROOT
 
 KEPT = 8000  # operations on the page, the last ones: a browser draws so many at once
 AROUND = 3  # lines of code above and below the one that sent a message
