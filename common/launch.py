@@ -211,7 +211,9 @@ def stopping_all(args: Namespace) -> Iterator[None]:
             process.join(SILENT_S)
         environment.remove_half_written(args, [os.getpid(), *(rank.pid for rank in ranks)])
         for signum in heard:
-            signal.signal(signum, handlers[signum])
+            # A second signal must not disturb the way out; but a notebook, and pytest, go on.
+            if not interrupted or handlers[signum] is signal.default_int_handler:
+                signal.signal(signum, handlers[signum])
     if interrupted:
         more = f"; stopped {count(stopped)}" if stopped else ""
         print(f"\ninterrupted{more}", file=sys.stderr, flush=True)

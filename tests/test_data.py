@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from common import cli, data
 from common.data import fetch_data, load_data
-from common.launcher import launch
+from common.launch import launch
 from common.program import role_name
 
 import numpy as np
