@@ -14,7 +14,7 @@ SOON = 1e-6  # seconds: a message arrives after it has left, whatever two clocks
 
 def read(path: Path) -> list[list]:
     """Return the events of a process, the oldest first."""
-    files = [file.read_bytes() for file in (older(path), path) if file.exists()]
+    files = [file.read_bytes().rstrip(b"\0") for file in (older(path), path) if file.exists()]
     lines = b"".join(files).splitlines(keepends=True)
     # A killed process may have left a part of a line.
     return [json.loads(line) for line in lines if line.endswith(b"\n")]

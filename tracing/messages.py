@@ -25,6 +25,8 @@ import functools
 import inspect
 import itertools
 import json
+import mmap
+import os
 import re
 import sys
 import threading
@@ -67,9 +69,10 @@ here = Here()
 
 
 class Recorder:
-    """Appends events to a file, one line of JSON each, at once: they stay if the process is killed.
+    """Appends events to a file, one line of JSON each; they stay if the process is killed.
 
-    A full file becomes the older one of two, and takes the place of the older one before it.
+    The file is mapped memory: a call of the system for each event would make every thread give up
+    Python's lock. A full file becomes the older one of two, in place of the one before it.
 
     Args:
         path: of the file.
@@ -85,12 +88,15 @@ class Recorder:
 
     def _next_file(self) -> None:
         """Go on in a new file, which begins with the header and with what is still open."""
-        self.room = FULL
         if self.path.exists():
             self.path.replace(older(self.path))
-        self.file = self.path.open("wb", buffering=0)
+        with self.path.open("wb+") as file:
+            if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process later
+                os.posix_fallocate(file.fileno(), 0, FULL)
+            file.truncate(FULL)
+            self.memory, self.at = mmap.mmap(file.fileno(), FULL), 0
         for op, event in list(self.open.items()):
-            if self.room < FULL // 2:  # so many are open that little else would find room
+            if self.at > FULL // 2:  # so many are open that little else would find room
                 del self.open[op]
             else:
                 self.write(event)
@@ -99,9 +105,10 @@ class Recorder:
         """Write an event of plain values; texts in the place of others."""
         line = f"{_as_json(event)}\n".encode()
         with self.lock:
-            if len(line) > self.room:
+            if self.at + len(line) > FULL:
                 self._next_file()
-            self.room -= self.file.write(line)
+            at, self.at = self.at, self.at + len(line)
+            self.memory[at : self.at] = line
 
     def begin(self, kind: str, where: list | None = None, thread: int | None = None,
               op: int | None = None, **about: object) -> int:
