@@ -135,7 +135,9 @@ def prepare_fork_server(run_worker: Callable) -> None:
         modules.append(f"{program.parent.name}.{program.stem}")
     multiprocessing.set_forkserver_preload([*modules, "common.fork_server"])
     # It imports from this checkout, not from the current folder.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+              if path not in ("", str(ROOT))]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *others])
     os.environ["PYTHONSAFEPATH"] = "1"
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPDIR:
         tempfile.tempdir = "/tmp"  # where multiprocessing makes the folder of its socket
