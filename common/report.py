@@ -87,6 +87,25 @@ def progress(total: int, unit: str, initial: int = 0, show: bool = True,
     return bar
 
 
+class Clock:
+    """Seconds spent inside `with clock:`, summed over all such blocks: `clock.seconds`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> "Clock":
+        self._entered = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._entered
+
+
+def per_second(count: float, seconds: float) -> float | None:
+    """Return a speed for metrics.json; None if nothing was left to do, as in a resumed run."""
+    return count / seconds if count else None
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path, which takes the place of `path` in the end: whole or not at all."""
