@@ -13,20 +13,17 @@ docs/measurements/gpu.md has the table.
 """
 
 import contextlib
-import importlib
 import io
 import json
 import platform
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+from common import ROOT
 from common.cli import PlainParser
+from common.lessons import Program, programs
 
-from tests.test_checks import CHECKS
-
-ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs/compatibility.md", ROOT / "docs/results/compatibility.json"
 GPU_PAGE = ROOT / "docs/measurements/gpu.md"
 ONE_RANK = "--device cuda --world_size 1"  # with nccl, for that rank has a GPU of its own
@@ -34,37 +31,16 @@ VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 LIMIT_S = 600  # of one command
 QUICK = {"quick tests": (), "rounded otherwise": ("env", "ATEN_CPU_CAPABILITY=default"),
          "on one core": ("taskset", "-c", "0")}
-SHORT = {  # flags of a short run; every other program is short with its defaults
-    "batch_rl.": "--observers 2 --num_episode 1",
-    "batch_rl.until_solved": "--max_episodes 2",
-    "ddp_basic.elastic": "--epochs 2",
-    "ddp_basic.pitfalls": "--mended",
-    "ddp_rpc_hybrid.": "--epochs 2",
-    "model_parallel_resnet.": "--arch resnet18 --batch_size 8 --image_size 33 --num_batches 1",
-    "model_parallel_resnet.single_machine": "--image_size 33 --num_repeat 2",
-    "p2p_collectives.deadlock": "--mended",
-    "p2p_collectives.train": "--epochs 1",
-    "param_server.": "--epochs 1",
-    "param_server.batch_update": "--arch resnet18 --image_size 32 --num_updates 2",
-    "rpc_rl.": "--max_episodes 3",
-    "rpc_rnn.": "--epochs 1",
-}
-
-
-def short(program):
-    """The flags of a short run: of the longest name that fits."""
-    fitting = [name for name in SHORT if program.startswith(name)]
-    return SHORT[max(fitting, key=len)].split() if fitting else []
 
 
 def installed(version, base):
     """The Python of the environment of a version; it is made unless it is there."""
     folder = ROOT / ".compat" / f"{version}-{minor_of(base)}"
     python = folder / "bin/python"
-    ready, needed = folder / "ready", [ROOT / "requirements.txt", ROOT / "pyproject.toml"]
+    ready, needed = folder / "ready", [ROOT / "requirements-dev.txt", ROOT / "pyproject.toml"]
     if not ready.exists() or any(file.stat().st_mtime > ready.stat().st_mtime for file in needed):
         subprocess.run([base, "-m", "venv", folder], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "-r", "requirements.txt",
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "-r", "requirements-dev.txt",
                         f"torch=={version}.*"], cwd=ROOT, check=True)
         ready.touch()
     return str(python)
@@ -74,41 +50,42 @@ def minor_of(python):
     """The minor version of a Python: "3.11"."""
     code = "import sys; print('{}.{}'.format(*sys.version_info))"
     return subprocess.run([python, "-c", code], check=True, capture_output=True,
-                          text=True).stdout.strip()
+                          encoding="utf-8").stdout.strip()
 
 
 def run(command):
     """The status, the two outputs and the seconds of a command; status None after its limit."""
     began = time.monotonic()
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8",
+                              timeout=LIMIT_S)
         status, out, err = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired:
         status, out, err = None, "", f"no end within {LIMIT_S} s"
     return status, out, err, time.monotonic() - began
 
 
-def attempt(python, program, flags):
-    """The seconds of a run of a program, and how it failed in words, or None."""
-    status, _, err, seconds = run([python, f"{program.replace('.', '/')}.py", *flags])
-    print(f"[compat] {program} {' '.join(flags)}: {status}, {seconds:.0f} s", flush=True)
+def attempt(python: str, program: Program, flags: str) -> str | None:
+    """Run a program; return None, or how it failed in words."""
+    status, _, err, seconds = run([python, program.path, *flags.split()])
+    print(f"[compat] {program} {flags}: {status}, {seconds:.0f} s", flush=True)
     if status == 0 and not err:
-        return seconds, None
+        return None
     last = (err.strip() or "failed").splitlines()[-1][:200]
-    return seconds, f"`{program} {' '.join(flags)}`: status {status}, {last}"
+    return f"`{program} {flags}`: status {status}, {last}"
 
 
-def tried(python):
-    """All that is tried with one environment: the row of the table, and what failed in words."""
+def tried(python: str) -> dict:
+    """Try everything with one environment; return the row of the table, with what failed."""
     code = "import torch, torchvision; print(torch.__version__, torchvision.__version__)"
     torch, torchvision = run([python, "-c", code])[1].split()
     row = {"torch": torch, "torchvision": torchvision, "python": minor_of(python), "failed": []}
     began = time.monotonic()
-    for kind, flags_of in (("checks", lambda _: ["--check"]), ("runs", short)):
-        done = [attempt(python, program, flags_of(program)) for program in CHECKS]
-        failures = [failure for _, failure in done if failure]
-        row["failed"] += failures
-        row[kind] = f"{len(CHECKS) - len(failures)} of {len(CHECKS)}"
+    for kind in ("checks", "runs"):
+        done = [attempt(python, program, "--check" if kind == "checks" else program.short)
+                for program in programs()]
+        row["failed"] += filter(None, done)
+        row[kind] = f"{done.count(None)} of {len(done)}"
     for how, before in QUICK.items():
         _, out, err, _ = run([*before, python, "-m", "pytest", "-m", "quick", "-rfE"])
         row[how] = (out.strip() or err.strip()).splitlines()[-1].strip("= ")
@@ -138,13 +115,13 @@ def page(rows):
     return "\n".join(lines + ["## What failed", "", *(failures or ["Nothing."]), ""])
 
 
-def tried_on_gpu(program):
-    """All that is tried with the GPU for one program: its row of the table, and what failed."""
-    ways = [["--check", "--device", "cuda"], [*short(program), "--device", "cuda"]]
+def tried_on_gpu(program: Program) -> tuple[str, list[str]]:
+    """Try a program on the GPU; return its row of the table, and what failed."""
+    ways = ["--check --device cuda", f"{program.short} --device cuda"]
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
-        importlib.import_module(program).build_parser().parse_args(ONE_RANK.split())
-        ways.append([*short(program), *ONE_RANK.split()])
-    failures = [attempt(sys.executable, program, way)[1] for way in ways]
+        program.module().build_parser().parse_args(ONE_RANK.split())
+        ways.append(f"{program.short} {ONE_RANK}")
+    failures = [attempt(sys.executable, program, way) for way in ways]
     cells = ["passed" if not failure else "refused" if "status 2, " in failure else "failed"
              for failure in failures]
     return f"| `{program}` | {' | '.join([*cells, ''][:3])} |", [*filter(None, failures)]
@@ -187,16 +164,17 @@ def main(argv=None):
     """Try the versions, and write the page."""
     args = build_parser().parse_args(argv)
     if args.gpu:
-        GPU_PAGE.write_text(gpu_page([tried_on_gpu(program) for program in CHECKS]))
+        tried = [tried_on_gpu(program) for program in programs()]
+        GPU_PAGE.write_text(gpu_page(tried), encoding="utf-8")
         return
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
     for version in args.versions or VERSIONS:
         row = tried(installed(version, args.python))
         key = (row["torch"], row["python"])
         rows = [other for other in rows if (other["torch"], other["python"]) != key] + [row]
         rows.sort(key=lambda row: (row["torch"], row["python"]))
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-        PAGE.write_text(page(rows))
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(page(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

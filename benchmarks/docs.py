@@ -11,8 +11,6 @@ In a page, in either language (`*.ja.md` is Japanese):
     <!-- output rpc_rl 2 3 -->...<!-- end -->     of that the first 2 and the last 3 lines
     <!-- replay rpc_rl -->...<!-- end -->         a link to its messages, step by step
     <!-- map 6_5_rpc_rl -->...<!-- end -->        the table of docs/walk/6_5_rpc_rl.json
-
-Measured numbers in a program's docstring are medians, too: `IN_DOCSTRINGS` has their places.
 """
 
 import ast
@@ -21,58 +19,12 @@ import os
 import re
 import textwrap
 from operator import itemgetter
-from pathlib import Path
 
+from common import ROOT
 from common.cli import PlainParser
 
 from benchmarks import outputs
 
-ROOT = Path(__file__).resolve().parent.parent
-# By file, pieces of its docstring, with {NAME KEY FORMAT} in the place of each number.
-IN_DOCSTRINGS = {
-    "batch_rl/until_solved.py": [
-        "solved in {batch_rl_train wall_s .0f} s, after {batch_rl_train episodes .0f} episodes"],
-    "batch_rl/vector.py": [
-        "makes about {batch_rl_64 rows.5.batched.env_steps_per_s 3g} environment steps/s",
-        "{batch_rl_16 rows.5.batched.env_steps_per_s 2g} (2 cores"],
-    "p2p_collectives/ring_allreduce.py": [
-        "RingAllReduce takes {ring rows.4.67108864.RingAllReduce.median_s ms} ms, "
-        "{ring rows.4.67108864.RingAllReduce.vs_all_reduce .2f} times as fast as all_reduce"],
-    "p2p_collectives/shared_memory.py": [
-        "takes {shared_memory rows.all_reduce.67108864.shared_memory.median_s ms} ms, "
-        "{shared_memory rows.all_reduce.67108864.shared_memory.vs_gloo .2f} times as fast as gloo"],
-    "p2p_collectives/train.py": [": {p2p_train_per_parameter samples_per_s .0f} samples/s"],
-    "p2p_collectives/train_ddp.py": [
-        "make {p2p_train_ddp samples_per_s .0f} samples/s, with train.py\n"
-        "{p2p_train_per_parameter samples_per_s .0f}, with train_flat.py "
-        "{p2p_train samples_per_s .0f} (",
-        ": {p2p_train_ddp samples_per_s .0f} samples/s"],
-    "p2p_collectives/train_flat.py": [
-        "make {p2p_train samples_per_s .0f} samples/s, with train.py "
-        "{p2p_train_per_parameter samples_per_s .0f} (",
-        ": {p2p_train samples_per_s .0f} samples/s"],
-    "param_server/async_server.py": [
-        "with four trainers {param_server_4 samples_per_s .0f} samples/s in "
-        "place of {param_server_4_lock samples_per_s .0f} (",
-        "test accuracy {param_server test_accuracy .1%} after",
-        "(async): {param_server samples_per_s .0f} samples/s"],
-    "ddp_rpc_hybrid/sharded_table.py": [
-        "wins: {hybrid_sharded steps_per_s .0f} steps/s per trainer "
-        "where main.py makes {ddp_rpc_hybrid steps_per_s .0f} ("],
-    "rpc_rl/main.py": [
-        "CartPole-v1 solved in {rpc_rl episodes .0f} episodes: running reward {rpc_rl "
-        "running_reward .1f} (threshold 475), {rpc_rl env_steps .0f} environment"],
-    "rpc_rl/fast.py": [
-        "It makes {rpc_rl_agents rows.fast.env_steps_per_s .0f} environment steps/s in place of "
-        "{rpc_rl_agents rows.plain.env_steps_per_s .0f} (",
-        "solved in {rpc_rl_fast episodes .0f} episodes: running reward {rpc_rl_fast running_reward "
-        ".1f} (threshold 475), {rpc_rl_fast env_steps .0f} environment"],
-    "param_server/batch_update.py": [
-        ": {batch_update median_update_s .1f} s per update"],
-    "param_server/main.py": [
-        "test accuracy {param_server_lock test_accuracy .1%} after",
-        "(lock): {param_server_lock samples_per_s .0f} samples/s"],
-}
 MARKED = re.compile(r"(<!-- (=|code|output|replay|map) ([^>]*?) -->)(.*?)(<!-- end -->)",
                     re.DOTALL)
 CELLS = r"(?:[Cc]ells? |セル)(\d[\d〜、]*(?:(?:,| to| and) \d+)*)"  # in a heading: "Cells 4 to 6"
@@ -82,12 +34,12 @@ WORDS = {  # column titles and cells of the tables
            "left_out": "left out: ",
            "picture": "![What each process does over time, in a recorded run; the arrows are "
                       "messages]({picture})",
-           "replay": "**Message by message**, in `replay.html`: `python -m tracing {flags}` "
+           "replay": "**Message by message**, in `replay.html`: `{command}` "
                      "([a recorded run]({link}))"},
     "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点",
            "left_out": "省略：",
            "picture": "![記録した実行での各プロセスの動き。矢印はメッセージ]({picture})",
-           "replay": "**1通ずつたどる**（`replay.html`）：`python -m tracing {flags}`"
+           "replay": "**1通ずつたどる**（`replay.html`）：`{command}`"
                      "（[記録の例]({link})）"},
 }
 
@@ -111,35 +63,14 @@ def written(page):
                 "replay": lambda: replay(what, language, page.parent)}[kind]()
         return f"{begin}\n\n{made}\n\n{end}"
 
-    return MARKED.sub(write, page.read_text())
-
-
-def with_medians(path):
-    """The text of a program with the measured numbers of its docstring written anew."""
-    text = (ROOT / path).read_text()
-    for piece in IN_DOCSTRINGS[path]:
-        texts, places = re.split(r"{.*?}", piece), re.findall(r"{(.*?)}", piece)
-        pattern = r"([\d.,]*\d%?)".join(map(re.escape, texts))
-        assert len(re.findall(pattern, text)) == 1, (path, piece)
-        numbers = [*map(median_of, places), ""]
-        text = re.sub(pattern, "".join(a + b for a, b in zip(texts, numbers, strict=True)), text)
-    return text
-
-
-def median_of(place):
-    """A median, formatted: `NAME KEY FORMAT`; "2g": two digits, then zeros; "ms": of a second."""
-    name, key, form = place.split()
-    value = json.loads((ROOT / "docs/results" / f"{name}.json").read_text())["median"][key]
-    if form == "ms":
-        return f"{1000 * value:.0f}"
-    return f"{float(f'{value:.{form}}'):,.0f}" if form[0].isdigit() else f"{value:{form}}"
+    return MARKED.sub(write, page.read_text(encoding="utf-8"))
 
 
 def number(what, language):
     """A median with its range: `NAME KEY`, `NAME KEY FORMAT` or `NAME KEY FORMAT median`."""
     name, key, *form = what.split()
     path = ROOT / "docs/results" / f"{name}.json"
-    results = json.loads(path.read_text()) if path.exists() else {"range": {}}
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"range": {}}
     if key not in results["range"]:
         return NOT_MEASURED
     (low, high), (form, *alone) = results["range"][key], form or [".3g"]
@@ -155,16 +86,17 @@ def number(what, language):
 
 def map_of(walk, language, page):
     """The table of a part of a notebook: cell, heading or definitions, where they are here."""
-    words, folder, sections = WORDS[language], page.parent, sections_of(page.read_text())
+    words, folder = WORDS[language], page.parent
+    sections = sections_of(page.read_text(encoding="utf-8"))
     chapter = re.match(r"6_\d+", walk)[0]
-    edition = json.loads((ROOT / "docs/japanese_edition.json").read_text())
+    edition = json.loads((ROOT / "docs/japanese_edition.json").read_text(encoding="utf-8"))
     notebook = next(book for book in edition["notebooks"] if book["chapter"] == chapter)
     link = f"{edition['source']}/blob/main/{notebook['file']}"
     cells = {cell["cell"]: cell for cell in notebook["cells"]}
     lines = [f"[{chapter} {notebook['title']}]({link})", "",
              f"| {words['cell']} | {words['notebook']} | {words['here']} | {words['mended']} |",
              "|---|---|---|---|"]
-    for row in json.loads((ROOT / "docs/walk" / f"{walk}.json").read_text()):
+    for row in json.loads((ROOT / "docs/walk" / f"{walk}.json").read_text(encoding="utf-8")):
         if "heading" in row:
             suffix = "_ja" if language == "ja" else ""
             see = row.get(f"see{suffix}", row["see"])
@@ -229,7 +161,7 @@ def place(there, folder):
 
 def node_of(path, name):
     """The definition of a function, class or method."""
-    node = ast.parse((ROOT / path).read_text())
+    node = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     for part in name.split("."):
         node = next(inner for inner in node.body if getattr(inner, "name", None) == part)
     return node
@@ -240,7 +172,7 @@ def definition(there, folder):
     path, _, name = there.partition("::")
     node = node_of(path, name)
     first = min([node, *node.decorator_list], key=lambda part: part.lineno).lineno
-    whole, end = (ROOT / path).read_text().splitlines(), node.end_lineno
+    whole, end = (ROOT / path).read_text(encoding="utf-8").splitlines(), node.end_lineno
     inside = " " * (node.col_offset + 1)
     while whole[end:] and whole[end].startswith(inside) and whole[end].lstrip().startswith("#"):
         end += 1  # its last comment
@@ -251,7 +183,7 @@ def definition(there, folder):
 
 def printed(name, *lines):
     """What a command has printed, below it; or some of its first and last lines alone."""
-    text = outputs.path_of(name).read_text()
+    text = (outputs.TRANSCRIPTS / f"{name}.txt").read_text(encoding="utf-8")
     if lines:
         (first, last), (_, *whole) = map(int, lines), text.splitlines()
         text = "\n".join([*whole[:first], "...", *whole[-last:]])
@@ -260,11 +192,14 @@ def printed(name, *lines):
 
 def replay(name, language, folder):
     """The picture of a run, and a line that leads to its replay."""
-    link = os.path.relpath(outputs.replay_of(name), folder)
+    file = outputs.REPLAYS / f"{name}.json"
+    link = os.path.relpath(file, folder)
     picture = link.replace(".json", ".png" if language == "en" else f".{language}.png")
-    words = [WORDS[language][word] for word in ("picture", "replay")]
-    return "\n\n".join(words[name in outputs.WITHOUT:]).format(
-        link=link, picture=picture, flags=outputs.REPLAYS[name])
+    words = [WORDS[language]["replay"]]
+    if file.with_suffix(".png").exists():
+        words.insert(0, WORDS[language]["picture"])
+    return "\n\n".join(words).format(link=link, picture=picture,
+                                     command=outputs.command_of(file))
 
 
 def fenced(text, language=""):
@@ -273,17 +208,16 @@ def fenced(text, language=""):
 
 
 def out_of_date():
-    """The pages and programs that are not what would be written, with what would."""
-    texts = {ROOT / path: with_medians(path) for path in IN_DOCSTRINGS}  # first: pages show code
-    texts |= {page: written(page) for page in pages()}
-    return {path: text for path, text in texts.items() if text != path.read_text()}
+    """Return `{page: text}` of the pages whose text would change."""
+    texts = {page: written(page) for page in pages()}
+    return {path: text for path, text in texts.items() if text != path.read_text(encoding="utf-8")}
 
 
 def main(argv=None):
     """Write the pages."""
     PlainParser(__doc__).parse_args(argv)
     for path, text in out_of_date().items():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         print(f"written: {path.relative_to(ROOT)}")
 
 

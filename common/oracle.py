@@ -106,6 +106,14 @@ def hold_masks(findings: Comparison, masks: torch.Tensor, units: str) -> None:
                    f"{different} of {len(masks)} {units} had their own mask")
 
 
+class CheckFailedError(SystemExit):
+    """Ends a failed `--check` with status 1; `failed` has the names of the findings."""
+
+    def __init__(self, failed: list[str]) -> None:
+        super().__init__(1)
+        self.failed = failed
+
+
 def verdict(compared: dict | None) -> dict[str, float] | None:
     """Print a line for each finding and one for all.
 
@@ -116,7 +124,7 @@ def verdict(compared: dict | None) -> dict[str, float] | None:
         `{what: difference}`.
 
     Raises:
-        SystemExit: 1 if something does not hold.
+        CheckFailedError: A comparison does not hold. (A `SystemExit` with status 1.)
     """
     if compared is None:
         return None
@@ -129,7 +137,7 @@ def verdict(compared: dict | None) -> dict[str, float] | None:
     if failed or not findings:
         print(f"check FAILED: {pair}: {len(failed)} of {len(findings)} comparisons do not hold: "
               f"{', '.join(failed)}")
-        raise SystemExit(1)
+        raise CheckFailedError(failed)
     print(f"check passed: {pair}: {len(findings)} of {len(findings)} comparisons hold")
     return {finding["what"]: finding["difference"] for finding in findings}
 

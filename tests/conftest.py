@@ -17,11 +17,11 @@ os.environ.setdefault("RPC_TRANSPORTS", "uv")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A worker of pytest-xdist takes a whole file because of its fixtures; of these files it takes a test at a time.
-ONE_BY_ONE = ("test_launch.py", "test_checks.py", "test_mutants.py")
+ONE_BY_ONE = ("test_launch.py", "test_checks.py", "test_mutants.py", "test_programs.py")
 
-# What `make quick` runs, file by file (of test_checks.py, four marked rows): it imports no other file.
-QUICK = {"test_checks.py": None, "test_docs.py": "", "test_flags.py": "test_(known_)?bad_input", "test_layout.py": "",
-         "test_mutants.py": "test_the_table", "test_oracle.py": ""}
+# What `make quick` runs, file by file (of test_checks.py, three marked rows): it imports no other file.
+QUICK = {"test_checks.py": "test_every_flag", "test_common.py": "test_(close|what_can|equal|each_name|verdict|speeds|metrics)",
+         "test_docs.py": "", "test_layout.py": "", "test_mutants.py": "test_the_table", "test_programs.py": "test_(what|good|help|it_writes)"}
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -1,151 +1,230 @@
-"""Nothing lost: each program with `--checkpoint`, killed, on a full disk, in a folder that becomes read-only.
+"""Checkpoints: a stopped training goes on bit for bit, nothing half-written stays, another one's file is refused.
 
-The table of the programs and what disturbs them are in `tests/interrupted.py`.
+The programs and their trainings are those with `saves` in lesson.toml.
 """
 
 import contextlib
+import functools
+import io
 import json
-import random
+import os
+import resource
 import shutil
+import signal
+import tempfile
 from argparse import Namespace
+from pathlib import Path
+from typing import NamedTuple
 
 from common import checkpoint
+from common.lessons import programs
 from common.report import replacing
 
 import pytest
 import torch
 
-from tests import helpers, interrupted
-from tests.test_flags import CHECKPOINTS
+from tests import helpers
 
-# Their variants, which save in the same way and compute in another: (program of the table, variant, its flags).
-VARIANTS = (
-    ("param_server.main", "param_server.async_server", ""),
-    ("p2p_collectives.train_ddp", "p2p_collectives.train", ""),
-    ("p2p_collectives.train_ddp", "p2p_collectives.train_flat", ""),
-)
-OF_TABLE = {program.lesson: program for program in interrupted.PROGRAMS}
-ALL = [*interrupted.PROGRAMS, *(OF_TABLE[of]._replace(lesson=lesson, flags=f"{OF_TABLE[of].flags} {flags}")
-                                for of, lesson, flags in VARIANTS)]
-SHORT = {"rpc_rl.fast": "--max_episodes 15"}  # of the others three epochs
-# Each checkpoint stays; and a clock that goes on by one second when it is asked: speeds are exact.
+SAVING = [program for program in programs() if program.saves]
+BY_DAY = ("p2p_collectives.train_ddp", "rpc_rl.fast", "ddp_basic.elastic")
+# Written whole, a checkpoint has replaced the one before it: this keeps a copy of each.
 KEEPS = """
-import itertools, os, pathlib, shutil, sys
-from types import SimpleNamespace
+import itertools, os, pathlib, shutil
 
-original, saves, seconds = os.replace, itertools.count(1), itertools.count()
+original, saves = os.replace, itertools.count(1)
 
 def replace(temporary, path):
     original(temporary, path)
     if pathlib.Path(path).name == "run.pt":
         shutil.copy(path, f"{path}.{next(saves)}")
 
-def read():
-    return float(next(seconds))
+os.replace = replace
+"""
+DIES_WRITING = """
+import os, pathlib, signal
+
+original = os.replace
+
+def replace(temporary, path):
+    if pathlib.Path(path).name == "run.pt":
+        os.truncate(temporary, os.path.getsize(temporary) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(temporary, path)
 
 os.replace = replace
-for name, module in [*sys.modules.items()]:
-    if name.endswith("results"):
-        module.time = SimpleNamespace(perf_counter=read, time=read)
 """
 
 
-def trained(place, program):
-    """Train, or go on from the checkpoint in `place`; what is left, and the speed."""
-    _, path = helpers.faulty(program.lesson, place, KEEPS)
-    done = helpers.run(helpers.script(path, *interrupted.command(place, program)[1:]), place)
+class Ended(NamedTuple):
+    """What a training has left: its numbers, its last checkpoint, all its checkpoints."""
+
+    metrics: dict
+    state: dict
+    checkpoints: list[Path]
+
+
+def flags_of(program):
+    return program.saves["flags"].split()
+
+
+def resume_of(program):
+    """elastic.py goes on by itself if there is a checkpoint."""
+    return ["--resume"] if "resume" in vars(program.module().build_parser().parse_args([])) else []
+
+
+def command(place, program, patch=KEEPS):
+    """Train, or go on from `place/run.pt` if it exists; `patch` is in force in each process."""
+    place.mkdir(parents=True, exist_ok=True)
+    saved = place / "run.pt"
+    return [*helpers.faulty(program.module_name, place, patch), *flags_of(program),
+            *(resume_of(program) if saved.exists() else []), "--checkpoint", str(saved), "--output_dir", str(place / "out")]
+
+
+def train(place, program):
+    done = helpers.run(command(place, program), place)
     assert (done.returncode, done.stderr) == (0, "")
-    metrics = json.loads((place / "out" / "metrics.json").read_text())
-    return interrupted.left_in(place, program), next((metrics[name] for name in metrics if name.endswith("_per_s")), None)
+    metrics = json.loads((place / "out/metrics.json").read_text(encoding="utf-8"))
+    return Ended({name: metrics[name] for name in program.saves["same"]}, torch.load(place / "run.pt", weights_only=True),
+                 sorted(place.glob("run.pt.*"), key=lambda path: int(path.suffix[1:])))
 
 
-@pytest.mark.timeout(600)  # four trainings or five
-@pytest.mark.parametrize("program", helpers.slow_but(ALL, "p2p_collectives.train_flat"), ids=lambda program: program.lesson)
-def test_stopped_at_each_save(program, tmp_path):
-    """And resumed: state, metrics and speed are those of a training that nobody stopped; from the last one, without a step."""
-    program = program._replace(flags=f"{program.flags} {SHORT.get(program.lesson, '--epochs 3')}")
-    (tmp_path / "0").mkdir()
-    whole, speed = trained(tmp_path / "0", program)
-    saves = sorted((tmp_path / "0" / "disk").glob("run.pt.*"), key=lambda path: int(path.suffix[1:]))
-    assert len(saves) >= 3
-    for number, saved in enumerate(saves, 1):
-        place = tmp_path / str(number)
-        (place / "disk").mkdir(parents=True)
-        shutil.copy(saved, place / interrupted.SAVED)
-        part, again = trained(place, program)
-        interrupted.require_equal(whole, part)
-        if program.lesson == "rpc_rl.fast":  # reads its clock when it begins and when it ends: one second
-            assert again == speed - torch.load(saved, weights_only=True)["history"]["env_steps"]
+@functools.cache
+def whole(program_name):
+    """Train once without an interruption; the folder lives as long as this process."""
+    folder = tempfile.mkdtemp(prefix="whole-", dir=os.environ.get("PYTEST_WHOLE"))
+    return train(Path(folder), next(program for program in SAVING if str(program) == program_name))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder_of_whole(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTEST_WHOLE", str(tmp_path_factory.mktemp("whole")))
+        yield
+
+
+def bits(value, where=""):
+    """Everything in nested containers by its place; == then compares every bit."""
+    if isinstance(value, torch.Tensor):
+        return {where: (value.dtype, value.shape, value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())}
+    if isinstance(value, bytes):  # a file of torch.save in the file: optimizers of other ranks
+        value = torch.load(io.BytesIO(value), weights_only=True)
+    if not isinstance(value, dict | list | tuple):
+        return {where: (type(value), repr(value))}
+    found = {where: (type(value), len(value))}
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        found |= bits(part, f"{where}[{key!r}]")
+    return found
+
+
+def require_equal(all_at_once, in_parts):
+    assert bits(in_parts.state) == bits(all_at_once.state)
+    for name, value in in_parts.metrics.items():
+        if isinstance(value, list):  # some programs report only the epochs since they were resumed
+            assert value == all_at_once.metrics[name][-len(value):] if value else True, name
         else:
-            assert again == (speed if saved != saves[-1] else None)
+            assert value == all_at_once.metrics[name], name
 
 
-def test_every_program_is_stopped():
-    """All that save to a file."""
-    assert {program.lesson for program in ALL} == {name for name in CHECKPOINTS if not name.startswith("benchmarks.")}
+@pytest.mark.timeout(600)  # four trainings or more
+@pytest.mark.parametrize("program", helpers.slow_but(SAVING, *BY_DAY), ids=str)
+def test_stopped_at_each_save_and_resumed(program, tmp_path):
+    """State and metrics are those of a training that nobody stopped; from the last save, without a step."""
+    at_once = whole(str(program))
+    assert len(at_once.checkpoints) >= 3
+    for number, saved in enumerate(at_once.checkpoints):
+        (place := tmp_path / str(number)).mkdir()
+        shutil.copy(saved, place / "run.pt")
+        require_equal(at_once, train(place, program))
 
 
-@pytest.mark.parametrize("program", helpers.slow_but(interrupted.PROGRAMS, "p2p_collectives.train_ddp"), ids=lambda program: program.lesson)
-def test_killed_at_a_random_moment(program, tmp_path):
-    """And resumed: every number of the history, every bit of the checkpoint, as if it had never stopped."""
-    rng, outcome = random.Random(0), interrupted.LATE
-    for attempt in range(20):  # until the training was not over before
-        if outcome == interrupted.LATE:
-            (place := tmp_path / str(attempt)).mkdir()
-            outcome = interrupted.kill(place, program, interrupted.A_RANK, "local", rng)
-    assert outcome != interrupted.LATE
+@pytest.mark.parametrize("program", helpers.slow_but(SAVING, "p2p_collectives.train_ddp"), ids=str)
+def test_killed_while_it_writes(program, tmp_path):
+    """The file before it stays, half a file does not, and the training goes on."""
+    at_once = whole(str(program))
+    shutil.copy(at_once.checkpoints[0], tmp_path / "run.pt")
+    done = helpers.run(command(tmp_path, program, DIES_WRITING), tmp_path)
+    assert done.returncode == 1
+    assert "was killed by SIGKILL" in done.stderr.splitlines()[-1]
+    assert (tmp_path / "run.pt").read_bytes() == at_once.checkpoints[0].read_bytes()
+    assert list(tmp_path.glob(".*.tmp")) == []
+    require_equal(at_once, train(tmp_path, program))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("program", interrupted.PROGRAMS, ids=lambda program: program.lesson)
-def test_killed_while_it_writes_under_torchrun(program, tmp_path):
-    """What it was writing is gone when torchrun is."""
-    interrupted.kill(tmp_path, program, interrupted.WRITER, "torchrun", random.Random(0))
+@pytest.mark.parametrize("program", helpers.slow_but(SAVING, "p2p_collectives.train_ddp"), ids=str)
+def test_a_full_disk(program, tmp_path):
+    """One line says which rank could not write, and why; the file before it is as it was."""
+    at_once = whole(str(program))
+    shutil.copy(at_once.checkpoints[0], tmp_path / "run.pt")
+
+    def full():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing fails instead
+
+    done = helpers.run(command(tmp_path, program, ""), tmp_path, preexec_fn=full)
+    assert done.returncode == 1
+    assert f"could not write {tmp_path / 'run.pt'}: File too large" in done.stderr.splitlines()[-1]
+    assert (tmp_path / "run.pt").read_bytes() == at_once.checkpoints[0].read_bytes()
+    assert list(tmp_path.glob(".*.tmp")) == []
 
 
-@pytest.mark.parametrize("what", interrupted.REASONS)
-@pytest.mark.parametrize("program", helpers.slow_but(interrupted.PROGRAMS, "p2p_collectives.train_ddp"), ids=lambda program: program.lesson)
-def test_cannot_be_saved(program, what, tmp_path):
-    """Status 1, and the old checkpoint is what it was; one line says which rank failed, and why."""
-    try:
-        interrupted.cannot_save(tmp_path, program, what)
-    except interrupted.NotHereError as missing:
-        pytest.skip(str(missing))
+def refused(program, path, flags, capfd):
+    """The line with which a program refuses a checkpoint."""
+    before = path.read_bytes()
+    with pytest.raises(SystemExit, match="^2$"):
+        program.module().main([*flags_of(program), "--checkpoint", str(path), "--output_dir", str(path.parent / "out"), *flags])
+    (line,) = capfd.readouterr().err.splitlines()
+    assert path.read_bytes() == before  # also without --resume, which would write over it
+    return line
 
 
-def test_what_differs_is_seen():
-    """The comparison of two states that the tests above rely on."""
-    def state():
-        return {"model": {"w": torch.tensor([0.1, float("nan")])}, "history": [1.0, {"loss": 0.5}]}
+def changed(state, change):
+    """A checkpoint as bytes, with a change that makes it useless."""
+    file = io.BytesIO()
+    if change == "another lesson's":
+        state = {**state, "example": "another"}
+    if change == "not finite":
+        state = {**state, "more": torch.tensor(float("nan"))}
+    if change == "another model's":
+        weights = state.get("model") or state["policy"]
+        first = min(weights)
+        weights[first] = torch.cat([weights[first], weights[first][:1]])
+    torch.save(state, file)
+    return file.getvalue()[:-100] if change == "truncated" else b"lr = 0.01\n" if change == "a text" else file.getvalue()
 
-    assert interrupted.flat(state()) == interrupted.flat(state())
-    others = [state() for _ in range(5)]
-    others[0]["model"]["w"][0] = torch.nextafter(torch.tensor(0.1), torch.tensor(1.0))
-    others[1]["model"]["w"] = others[1]["model"]["w"].double()
-    others[2]["history"][1]["loss"] = 0.25
-    others[3]["history"].append(2.0)
-    del others[4]["model"]["w"]
-    for other in others:
-        assert interrupted.flat(state()) != interrupted.flat(other)
+
+@pytest.mark.parametrize("program", helpers.slow_but(SAVING, *BY_DAY), ids=str)
+def test_what_is_refused(program, tmp_path, capfd):
+    path, state = tmp_path / "run.pt", whole(str(program)).checkpoints[-1]
+    for change, says in (("truncated", "is not a whole checkpoint of"), ("a text", "is not a whole checkpoint of"),
+                         ("another lesson's", "is not a whole checkpoint of"), ("not finite", "has numbers that are not finite"),
+                         ("another model's", "is of another model")):
+        path.write_bytes(changed(torch.load(state, weights_only=True), change))
+        for flags in ([], resume_of(program)):
+            assert f"error: --checkpoint {path}"[:40] in (line := refused(program, path, flags, capfd))
+            assert says in line
+    shutil.copy(state, path)
+    assert "must be 0, as in --checkpoint" in (line := refused(program, path, [*resume_of(program), "--seed", "3"], capfd))
+    assert "--seed 3" in line
+    assert "must be" in refused(program, path, [*resume_of(program), "--lr", "0.000123"], capfd)
+
+
+@pytest.mark.parametrize("program", SAVING, ids=str)
+def test_nothing_to_resume(program, tmp_path, capfd):
+    if resume_of(program):
+        for flags, says in ((["--resume"], "--resume requires --checkpoint FILE"),
+                            (["--resume", "--checkpoint", str(tmp_path / "none.pt")], "must be an existing file with --resume")):
+            with pytest.raises(SystemExit, match="^2$"):
+                program.module().main([*flags, "--output_dir", str(tmp_path)])
+            assert says in capfd.readouterr().err
 
 
 def test_half_a_file_is_removed(tmp_path):
-    """What was to be written fails half-way: the old file stays, the temporary one does not."""
     path = tmp_path / "run.pt"
-    path.write_text("old")
+    path.write_text("old", encoding="utf-8")
     with contextlib.suppress(KeyError), replacing(path) as temporary:
-        temporary.write_text("half of the n")
+        temporary.write_text("half of the n", encoding="utf-8")
         raise KeyError
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("run.pt", "old")]
-
-
-def test_not_saved_is_said_in_words(tmp_path):
-    class Args:
-        example, settings, checkpoint = "lesson", {}, tmp_path / "none" / "run.pt"
-
-    with pytest.raises(checkpoint.NotSavedError) as error:
-        checkpoint.save(Args, {"epochs": 1})
-    assert str(error.value) == f"could not write {Args.checkpoint}: No such file or directory"
+    assert [(file.name, file.read_text(encoding="utf-8")) for file in tmp_path.iterdir()] == [("run.pt", "old")]
 
 
 def test_a_checkpoint_has_the_flags_of_its_training(tmp_path):
@@ -155,15 +234,3 @@ def test_a_checkpoint_has_the_flags_of_its_training(tmp_path):
     checkpoint.save(args, {"model": model.state_dict(), "epochs": 1})
     state = checkpoint.inspect(args, {"epochs": int}, lambda: model)
     assert (state["epochs"], state["settings"]) == (1, {"lr": 0.1})
-
-
-@pytest.mark.parametrize("program", helpers.slow_but(interrupted.PROGRAMS, "p2p_collectives.train_ddp", "rpc_rnn.main"), ids=lambda program: program.lesson)
-def test_the_table_has_what_is_saved(program):
-    """`test_flags.py` takes every part of these away, one at a time."""
-    def parts(state):
-        if isinstance(state, dict) and not any(isinstance(value, torch.Tensor) for value in state.values()):
-            return {name: parts(part) for name, part in state.items() if name not in ("example", "settings", "state")}
-        return [parts(state[0])] if isinstance(state, list) and state and isinstance(state[0], dict) else None
-
-    saved = interrupted.undisturbed(program)[1]["checkpoint"]
-    assert parts(saved) == parts(CHECKPOINTS[program.lesson]())

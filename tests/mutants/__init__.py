@@ -1,6 +1,6 @@
 """Realistic mistakes, one at a time in a copy of the repository: does `--check`, or a test, notice?
 
-    python -m tests.mutants                         all (`make mutants`)
+    python -m tests.mutants                         all (an hour)
     python -m tests.mutants rpc_rl                  those of one program
     python -m tests.mutants rpc_rl zero_grad        those of its mutants whose name contains this
 
@@ -9,6 +9,7 @@ Each module here has the mutants of one program.
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider"]
+# Run a check, and write the names of the findings that do not hold, or how a rank has failed.
+CHECK = """
+import importlib, json, sys
+from common.launch import RunFailedError
+from common.oracle import CheckFailedError
+
+try:
+    importlib.import_module(sys.argv[1]).main(sys.argv[2:])
+except (CheckFailedError, RunFailedError) as error:
+    failed = getattr(error, "failed", None) or [f"error: rank {error.failure.rank} {error.failure.what}"]
+    json.dump(failed, open("failed.json", "w", encoding="utf-8"))
+    raise
+"""
 LIMIT_S = 300  # for one mutant: a run that hangs is ended by its test after 180
 NOT_COPIED = shutil.ignore_patterns(".*", "outputs", "results", "lessons", "__pycache__", "*.egg-info")  # of docs/ what is large
 
@@ -31,8 +45,8 @@ class Mutant:
         name: the mistake in words: "zero_grad forgotten".
         file: the file that has it, from the root.
         old, new: the text that is there, exactly once, and what stands there instead.
-        check: a regular expression that what `--check` says must match: the subject of a comparison
-            that does not hold, or the line of an error.
+        check: a regular expression of the name of a finding that must not hold, or of how a rank
+            fails: "error: rank 1".
         test: the test that must fail, where `--check` cannot see it: "tests/test_rpc_rl.py::test_it".
         flags: of the program, beside `--check`.
         program: the script; by default the file itself.
@@ -51,19 +65,18 @@ class Mutant:
         """Run it; the line that caught it, or None if it survived."""
         with copied() as (tree, environ):
             path = tree / self.file
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             assert text.count(self.old) == 1, f"{self.name}: {self.file} has {self.old!r} {text.count(self.old)} times"
-            path.write_text(text.replace(self.old, self.new))
+            path.write_text(text.replace(self.old, self.new), encoding="utf-8")
             return self._caught_by_test(tree, environ) if self.test else self._caught_by_check(tree, environ)
 
     def _caught_by_check(self, tree, environ):
-        command = [sys.executable, str(tree / (self.program or self.file)), "--check", *map(str, self.flags)]
-        status, output = _run([*command, "--output_dir", str(tree / "outputs")], tree, environ)
-        for line in output.splitlines():
-            found = re.match(r"\[check\] (.*?): .*FAIL$|(error: .*)", line)
-            if status == 1 and found and re.search(self.check, found[1] or found[2]):
-                return line
-        return None
+        program = (self.program or self.file).removesuffix(".py").replace("/", ".")
+        command = [sys.executable, "-c", CHECK, program, "--check", *map(str, self.flags), "--output_dir", str(tree / "outputs")]
+        status, _ = _run(command, tree, environ)
+        names = tree / "failed.json"
+        failed = json.loads(names.read_text(encoding="utf-8")) if status == 1 and names.exists() else []
+        return next((name for name in failed if re.search(self.check, name)), None)
 
     def _caught_by_test(self, tree, environ):
         status, output = _run([*PYTEST, "-n", "0", "-x", self.test], tree, environ)
@@ -91,7 +104,7 @@ def failing(tests, at_once):
 def _run(command, folder, environ, limit_s=LIMIT_S):
     """The status and output of a command; a mistake that hangs has the status 1 of what is caught by a limit."""
     process = subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True, start_new_session=True)
+                         stderr=subprocess.STDOUT, encoding="utf-8", start_new_session=True)
     try:
         output, _ = process.communicate(timeout=limit_s)
         return process.returncode, output

@@ -1,15 +1,16 @@
 """Each flag ignored once, wherever a lesson takes it: its default stands in its place.
 
-Generated: `args.lr` becomes 0.01, and so on. Each is run with the flags of tests/test_checks.py.
+Generated: `args.lr` becomes 0.01, and so on. Each is run with the rows of lesson.toml.
 """
 
 import ast
-import importlib
 import re
 from pathlib import Path
 
+from common.lessons import programs
+
 from tests.mutants import ROOT, Mutant
-from tests.test_checks import CHECKS, NOT_COMPARED, flags_of
+from tests.test_checks import INTERNAL, NOT_COMPARED, PLACE
 
 ELSEWHERE = ("check", "comparison", "results", "require", "parser", "main", "finish")  # files and functions
 # What stands in a line whose flag changes no number: a bar, threads, what is made and not used, a shorter
@@ -51,19 +52,20 @@ def replaced(text, number, source, value):
 
 def mutants_of(program):
     """The mutants of a program, in its own file; of a main.py, in the other files of its folder, too."""
-    parser, path = importlib.import_module(program).build_parser(), Path(f"{program.replace('.', '/')}.py")
+    defaults, path = vars(program.module().build_parser().parse_args([])), Path(program.path)
     others = [other.relative_to(ROOT) for other in sorted((ROOT / path).parent.glob("*.py"))
-              if path.stem == "main" and f"{path.parent}.{other.stem}" not in CHECKS
+              if path.stem == "main" and f"{path.parent}.{other.stem}" not in PROGRAMS
               and not any(word in other.stem for word in ELSEWHERE)]
-    compared = {action.dest: flag for flag, action in flags_of(program).items() if action.default is not None
-                and flag not in NOT_COMPARED and (program, flag) not in NOT_COMPARED}
+    compared = {name for name, value in defaults.items() if value is not None and name not in PLACE | INTERNAL
+                and f"--{name}" not in NOT_COMPARED | program.not_compared}
     for file in [path, *others]:
-        text = (ROOT / file).read_text()
+        text = (ROOT / file).read_text(encoding="utf-8")
         for name, number, source in dict.fromkeys(places(text, compared)):
-            mutant = Ignored(f"{program}: {compared[name]} ignored in line {number + 1} of {file.name}", str(file),
-                             *replaced(text, number, source, parser.get_default(name)), check=".", program=str(path))
-            mutant.rows = [row.split() for row in CHECKS[program] if f"{compared[name]} " in f"{row} "]
+            mutant = Ignored(f"{program}: --{name} ignored in line {number + 1} of {file.name}", str(file),
+                             *replaced(text, number, source, defaults[name]), check=".", program=str(path))
+            mutant.rows = [row.split() for row in program.check if f"--{name} " in f"{row} "]
             yield mutant
 
 
-MUTANTS = [mutant for program in CHECKS for mutant in mutants_of(program)]
+PROGRAMS = {str(program) for program in programs()}
+MUTANTS = [mutant for program in programs() for mutant in mutants_of(program)]
