@@ -1,20 +1,19 @@
-"""What `--check` records of a run: the program's own, in its own processes.
+"""What the check records of a run: the program's own, in its own processes.
 
-Each observer keeps the states and actions of its environments, the agent its returns,
-log-probabilities, loss, gradients and weights, and the plain one its dropout masks. Changed is only
-what lets a short run show every mistake:
+The agent keeps the states it was asked with, its actions, returns, loss, gradients and weights. In
+main.py it also keeps the dropout masks. The following changes make a short run show every mistake:
 
-- actions that are not chosen in batches are drawn from numbers of each observer and step, and not
-  of whoever asks first;
-- float64: in float32 rounding would look like a small mistake, and could change an action;
-- observer1's environments have a time limit, so that stretches end in all three ways: the pole
-  falls, time runs out, the episode is over;
-- rewards are all different: see `DistinctRewards`;
-- the vector agent learns from an episode in several pieces;
-- the clock of the comparison counts episodes, so that a measurement that is put into the wrong row
-  is seen.
+- float64, because rounding in float32 could look like a mistake, or change an action;
+- a time limit in the environments of observer1: there, stretches end in all three ways, because the
+  pole falls, time runs out or the episode is over;
+- a different reward for each step (`distinct`), so that two exchanged rewards do not go unnoticed;
+- in main.py without batches, actions drawn from numbers of each observer and step (`uniforms`),
+  because otherwise the observer that asks first would get the next number;
+- pauses after the lock and after `set_result`, so that races happen;
+- several pieces per episode when the agent of vector.py learns.
 """
 
+import itertools
 import threading
 import time
 from collections import Counter
@@ -25,150 +24,61 @@ from common.recorder import Recorder, named_gradients, named_weights
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium import wrappers
 from torch import nn
-from torch.distributed import rpc
 from torch.distributions import Categorical
 
 from batch_rl import main as lesson
 from batch_rl import vector
-from batch_rl.play_check import uniforms
 
-TIME_LIMIT = 13  # steps, of observer1's environments
+N_STEPS = 40  # upper limit for the steps of an episode
+TIME_LIMIT = 13  # steps, in the environments of observer1
 ROWS = 100  # states in a piece of the training
-SLOW_STEPS, SLOW_S = 3, 0.05  # of each episode in batches
-
-_environments = []  # on an observer: all of its own, or its vector environment
+SLOW_STEPS, SLOW_S = 3, 0.05  # steps of each episode in batches that have pauses, and a pause
 
 
-class DistinctRewards(gym.Wrapper):
-    """Gives rewards of about 1, others for each environment and each of its steps.
-
-    CartPole's is always 1: two that are swapped, or counted for another step, would not be seen.
-
-    Args:
-        env: the CartPole.
-        rank: of its observer.
-        k: its number among the environments of that observer, from 0.
-    """
-
-    def __init__(self, env: gym.Env, rank: int, k: int) -> None:
-        super().__init__(env)
-        self.rank, self.k, self.steps = rank, k, 0
-
-    def step(self, action: int) -> tuple:
-        """Step as `gym.Env.step`, with another reward."""
-        state, _, *others = super().step(action)
-        self.steps += 1
-        return state, distinct(self.rank, self.k, self.steps), *others
+def limits(rank: int) -> dict[str, int]:
+    """Return the options of `gym.make` that limit an observer's stretches."""
+    return {"max_episode_steps": TIME_LIMIT} if rank == 1 else {}
 
 
-def distinct(rank: int, k: int | np.ndarray, steps: int | np.ndarray) -> float | np.ndarray:
-    """Return the reward of a step, of each one if `k` and `steps` are arrays."""
-    return 1 + 0.1 * rank + 0.01 * k + 0.0001 * steps
+def distinct(rank: int, k: int | np.ndarray, step: int) -> float | np.ndarray:
+    """Return the reward of environment k of an observer in a step; steps are counted over a run."""
+    return 1 + 0.1 * rank + 0.01 * k + 0.0001 * step
 
 
-class Recorded(gym.Wrapper):
-    """Keeps the states and actions of its steps until they are `taken`."""
-
-    def __init__(self, env: gym.Env) -> None:
-        super().__init__(env)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was recorded."""
-        self.states, self.actions = [], []
-
-    def reset(self, **options) -> tuple:
-        """Reset as `gym.Env.reset`, and keep the state."""
-        self.state, info = super().reset(**options)
-        return self.state, info
-
-    def step(self, action: int) -> tuple:
-        """Step as `gym.Env.step`, and keep the state before and the action."""
-        self.states.append(self.state.tolist())
-        self.actions.append(action)
-        self.state, *others = super().step(action)
-        return self.state, *others
+def uniforms(ob_id: int, number: int, n_envs: int) -> torch.Tensor:
+    """Draw from 0 to 1 for an observer's steps and environments in an episode: (`N_STEPS`, K)."""
+    generator = torch.Generator().manual_seed(1000 * number + ob_id)
+    return torch.rand(N_STEPS, n_envs, generator=generator, dtype=torch.float64)
 
 
-class RecordedVector(VectorWrapper):
-    """Is `DistinctRewards` and `Recorded` for a vector environment.
-
-    Where it resets itself nobody plays: nothing is recorded, and there is no reward.
-    """
-
-    def __init__(self, env: VectorEnv, rank: int) -> None:
-        super().__init__(env)
-        self.rank, self.k = rank, np.arange(env.num_envs)
-        self.steps = np.zeros(env.num_envs, int)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was recorded."""
-        self.states, self.actions = ([[] for _ in self.k] for _ in range(2))
-
-    def reset(self, **options) -> tuple:
-        """Reset as `VectorEnv.reset`, and keep the states."""
-        self.state, info = super().reset(**options)
-        self.over = np.zeros(self.num_envs, bool)
-        return self.state, info
-
-    def step(self, actions: np.ndarray) -> tuple:
-        """Step as `VectorEnv.step`, with other rewards; keep the states before and the actions."""
-        plays = ~self.over
-        for i in plays.nonzero()[0]:
-            self.states[i].append(self.state[i].tolist())
-            self.actions[i].append(int(actions[i]))
-        self.state, _, terminated, truncated, info = super().step(actions)
-        self.over = terminated | truncated
-        self.steps += plays
-        rewards = np.where(plays, distinct(self.rank, self.k, self.steps), 0.0)
-        return self.state, rewards, terminated, truncated, info
-
-
-def taken() -> dict[str, list]:
-    """Return, on an observer, states and actions since the last time, for each environment."""
-    played = {"states": [], "actions": []}
-    for env in _environments:
-        several = isinstance(env, RecordedVector)
-        played["states"] += env.states if several else [env.states]
-        played["actions"] += env.actions if several else [env.actions]
-        env.clear()
-    return played
-
-
-def record_environments(recorder: Recorder, rank: int) -> None:
-    """Record the environments that this observer makes from now on."""
-    limit = {"max_episode_steps": TIME_LIMIT} if rank == 1 else {}
+def change_environments(recorder: Recorder, rank: int) -> None:
+    """Let the environments of this observer have other rewards, and observer1's a time limit."""
+    numbers = itertools.count()
 
     @recorder.around(gym, "make")
-    def make(original, *place, **options):
-        env = DistinctRewards(original(*place, **options, **limit), rank, len(_environments))
-        _environments.append(Recorded(env))
-        return _environments[-1]
+    def make(original, *name, **options):
+        env = original(*name, **options, **limits(rank))
+        k, steps = next(numbers), itertools.count()
+        return wrappers.TransformReward(env, lambda _: distinct(rank, k, next(steps)))
 
     @recorder.around(gym, "make_vec")
-    def make_vec(original, *place, **options):
-        env = original(*place, **options, **limit)
-        _environments.append(RecordedVector(env, rank))
-        return _environments[-1]
+    def make_vec(original, *name, **options):
+        env = original(*name, **options, **limits(rank))
+        every, steps = np.arange(env.num_envs), itertools.count()
+        return wrappers.vector.TransformReward(env, lambda _: distinct(rank, every, next(steps)))
 
 
-def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
-                 episodes: list[dict]) -> None:
-    """Append to `episodes` what each one was, from now on.
+def record_races(recorder: Recorder, now: dict) -> None:
+    """Let races happen from now on, and count in `now["locked"]` the answers sent under the lock.
 
-    That is `batch`; `forwards`, how many; `locked`, how often `set_result` was called with the
-    lock; without batches, the `masks` of each observer; `observer1` and so on, each with `states`
-    and `actions`; `returns` and `log_probs` of each environment; `loss`; `gradients` and `weights`
-    by name; `reward` and `running_reward`.
+    Args:
+        recorder: Recorder to use.
+        now: Record of the current episode, with its "agent" and its number of "forwards".
     """
-    asking, one_more = threading.local(), threading.Lock()  # two RPC threads answer requests
-    now, answering = {}, {}
-
     class SlowLock:
-        """Lets the last one in before another can go on: whoever takes it twice comes too late."""
+        """A lock that lets the last observer in before the holder can continue."""
 
         def __init__(self, owner, lock):
             self.owner, self.lock = owner, lock
@@ -181,17 +91,17 @@ def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
             self.release()
 
         def release(self):
-            but_one = len(self.owner.states) == len(answering["agent"].ob_rrefs) - 1
+            one_is_missing = len(self.owner.states) == len(now["agent"].ob_rrefs) - 1
             self.lock.release()
-            if but_one and now["forwards"] < SLOW_STEPS:
+            if one_is_missing and now["forwards"] < SLOW_STEPS:
                 time.sleep(SLOW_S)
 
     class GuardedStates(dict):
-        """Refuses to be changed by whoever has not taken the lock."""
+        """A dict that can only be changed under the lock."""
 
-        def __init__(self, lock, states):
+        def __init__(self, owner, states):
             super().__init__(states)
-            self.lock = lock
+            self.lock = owner.lock
 
         def __setitem__(self, ob_id, states):
             if not self.lock.locked():
@@ -206,68 +116,79 @@ def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
 
     for owner in (lesson.Agent, vector.Group):
         put_property(owner, "lock", SlowLock)
-        put_property(owner, "states", lambda self, states: GuardedStates(self.lock, states))
+        put_property(owner, "states", GuardedStates)
+
+    @recorder.around(torch.futures.Future, "set_result")
+    def set_result(original, future, result):
+        now["locked"] += now["agent"].lock.locked()
+        original(future, result)
+        if now["forwards"] <= SLOW_STEPS:
+            time.sleep(SLOW_S)  # the next requests arrive before the next line of the program
+
+
+def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
+                 episodes: list[dict]) -> None:
+    """Append an entry to `episodes` after each one.
+
+    The entry has "batch"; "forwards" and "locked", two numbers; "masks" of each observer, without
+    batches; "states", "actions" and "returns" of each environment; "loss"; "gradients" and
+    "weights" by name; "reward" and "running_reward".
+    """
+    asking, one_more = threading.local(), threading.Lock()  # two RPC threads answer requests
+    now = {}
+    record_races(recorder, now)
 
     @recorder.around(agent_class, "run_episode")
     def run_episode(original, agent, batch):
         now.clear()
-        now.update(batch=batch, masks={}, answered=Counter(), forwards=0, locked=0)
-        answering["agent"] = agent
-        ep_reward = original(agent, batch)
-        for rank in range(1, len(agent.ob_rrefs) + 1):
-            now[f"observer{rank}"] = rpc.rpc_sync(f"observer{rank}", taken)
-        return ep_reward
-
-    @recorder.around(torch.futures.Future, "set_result")
-    def set_result(original, future, result):
-        now["locked"] += answering["agent"].lock.locked()
-        original(future, result)
-        if now["forwards"] <= SLOW_STEPS:
-            time.sleep(SLOW_S)  # the next requests come before whatever follows
+        observers = range(len(agent.ob_rrefs))
+        now.update(agent=agent, batch=batch, forwards=0, locked=0, answered=Counter(),
+                   masks={ob_id: [] for ob_id in observers},
+                   asked={ob_id: [] for ob_id in observers})
+        return original(agent, batch)
 
     @recorder.around(lesson.Agent, "select_action")
     def select_action(original, agent_rref, ob_id, states):
         asking.ob_id = ob_id
         return original(agent_rref, ob_id, states)
 
+    @recorder.around(lesson.Agent, "act")
+    def act(original, agent, states):
+        actions, log_probs = original(agent, states)
+        if now["batch"]:
+            for ob_id, asked in enumerate(zip(states, actions, strict=True)):
+                now["asked"][ob_id].append(asked)
+        else:
+            now["asked"][asking.ob_id].append((states, actions))
+        return actions, log_probs
+
+    @recorder.around(vector.Group, "act")
+    def act_for_vectors(original, group, states, ob_id=None):
+        answers, saved = original(group, states, ob_id)
+        with one_more:
+            now["forwards"] += 1
+        for asking_id, asked in zip(group.observers if ob_id is None else [ob_id],
+                                    zip(*saved, strict=True), strict=True):
+            now["asked"][asking_id].append([numbers.copy() for numbers in asked])
+        return answers, saved
+
     @recorder.around(nn.Dropout, "forward")
     def dropout(original, module, x):
-        """Keep what it has multiplied with, (K, 128)."""
         y = original(module, x)
         with one_more:
             now["forwards"] += 1
         if not now["batch"]:
-            now["masks"].setdefault(asking.ob_id, []).append((y / x).detach().cpu())
+            now["masks"][asking.ob_id].append((y / x).detach().cpu())
         return y
 
     @recorder.around(Categorical, "sample")
     def sample(original, distribution):
-        """Draw for each step of each observer numbers of its own, if it is not in batches."""
         if now["batch"]:
             return original(distribution)
         p_left, step = distribution.probs[:, 0], now["answered"][asking.ob_id]
         now["answered"][asking.ob_id] += 1
         drawn = uniforms(asking.ob_id, len(episodes), len(p_left))[step]
         return (drawn.to(p_left) > p_left).long()
-
-    @recorder.around(vector.Group, "act")
-    def act(original, group, *states):
-        with one_more:
-            now["forwards"] += 1
-        return original(group, *states)
-
-    @recorder.around(agent_class, "log_probs")
-    def log_probs(original, agent, batch):
-        now["log_probs"] = original(agent, batch)
-        return now["log_probs"]
-
-    @recorder.around(vector.Group, "pieces")
-    def pieces(original, group, *of_episode):
-        of_pieces = []
-        for of_piece, weights in original(group, *of_episode):
-            of_pieces.append(of_piece.detach())
-            yield of_piece, weights
-        now["log_probs"] = torch.cat(of_pieces).permute(1, 2, 0)
 
     def recorded_loss(require_finite, loss, at):
         now["loss"] = require_finite(loss, at)
@@ -280,11 +201,17 @@ def record_agent(recorder: Recorder, agent_class: type[lesson.Agent],
     @recorder.around(agent_class, "finish_episode")
     def finish_episode(original, agent, batch, ep_reward):
         original(agent, batch, ep_reward)
-        returns = agent.returns
-        of_actions = {  # where a vector environment reset itself there was none
-            what: [row[~none].detach() for of_observer in zip(numbers, returns.isnan(), strict=True)
-                   for row, none in zip(*of_observer, strict=True)]
-            for what, numbers in (("returns", returns), ("log_probs", now["log_probs"]))}
+        played_by = {"states": {}, "actions": {}, "returns": {}}
+        for ob_id, of_observer in enumerate(agent.returns):
+            asked = [torch.tensor(np.array(of_steps))  # (steps, K, 4) and (steps, K)
+                     for of_steps in zip(*now["asked"][ob_id], strict=True)]
+            for k, of_environment in enumerate(of_observer):
+                played = ~of_environment.isnan()  # not the steps that reset a vector environment
+                numbers = asked[0][played, k], asked[1][played, k], of_environment[played]
+                for of_all, of_one in zip(played_by.values(), numbers, strict=True):
+                    of_all[f"observer{ob_id + 1} environment {k}"] = of_one
         episodes.append({
-            **now, **of_actions, "reward": ep_reward, "running_reward": agent.running_reward,
+            **{what: now[what] for what in ("batch", "forwards", "locked", "masks", "loss")},
+            **played_by,
+            "reward": ep_reward, "running_reward": agent.running_reward,
             "gradients": named_gradients(agent.policy), "weights": named_weights(agent.policy)})

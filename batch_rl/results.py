@@ -1,4 +1,4 @@
-"""What a run leaves: the history of a training, the table, the pictures, the line of numbers."""
+"""What a run reports: times, the table, metrics.json, the pictures, the summary lines."""
 
 import argparse
 import math
@@ -7,6 +7,7 @@ import time
 from typing import Protocol
 
 from common import cli, picture, report
+from common.report import per_second
 
 import torch
 
@@ -33,25 +34,29 @@ WORDS = {
                "solved": "{threshold:g}を超えたら解決"},
     },
 }
-ENV_BYTES, STEP_BYTES = 4000, 200  # an environment, and what is kept of each of its steps, at least
+ENV_BYTES, STEP_BYTES = 4000, 200  # least memory of an environment and of the record of a step
 STEPS_SHOWN = 4  # of an episode, in a timeline
-BETWEEN_LINES_S = 1.0  # of a comparison, where there is no bar
+BETWEEN_LINES_S = 1.0  # between two lines of a comparison, if there is no bar
 
 
 def env_steps(returns: torch.Tensor) -> int:
-    """Count the steps of an episode that have a return: those in which no environment resets."""
+    """Count the steps of an episode that have a return; a step that was a reset has NaN."""
     return int((~returns.isnan()).sum())
 
 
 class Rounds:
-    """Shows the episodes of a comparison: a bar on a terminal, lines elsewhere."""
+    """The times of the episodes of a comparison; it also shows which episode is over."""
 
     def __init__(self, observers: int, num_episode: int) -> None:
         self.observers, self.num_episode, self.last_line = observers, num_episode, -math.inf
+        self.timed = {BATCHED: [], SINGLE: []}
         self.bar = report.progress(2 * (1 + num_episode), "episode")
 
-    def add(self, mode: str, episode: int) -> None:
-        """Show that an episode is over; number 0 is the warm-up."""
+    def add(self, episode: int, batch: bool, seconds: float, returns: torch.Tensor) -> None:
+        """Add an episode, given its duration and its returns; episode 0 is the warm-up."""
+        mode = BATCHED if batch else SINGLE
+        if episode > 0:
+            self.timed[mode].append((seconds, env_steps(returns)))
         which = f"episode {episode} of {self.num_episode}" if episode else "warm-up"
         text = f"observers {self.observers}  {mode}  {which}"
         self.bar.set_postfix_str(text, refresh=False)
@@ -61,49 +66,48 @@ class Rounds:
             self.last_line = now
             report.log("agent", text)
 
-    def close(self) -> None:
-        """End the bar."""
+    def metrics(self) -> dict:
+        """Return "timed", by mode, (seconds, environment steps) of each episode."""
         self.bar.close()
+        return {"timed": self.timed}
 
 
 class Learner(Protocol):
-    """Has what a history records: an agent."""
+    """An agent, as far as a history needs it."""
 
     running_reward: float
-    returns: torch.Tensor  # of an episode: (observers, K, steps)
+    returns: torch.Tensor  # returns of an episode, (observers, K, steps)
 
 
 class History:
-    """Keeps what the training of until_solved.py has reached so far, and shows it."""
+    """The episodes of the training run of until_solved.py so far, which it also shows."""
 
     def __init__(self, agent: Learner, args: argparse.Namespace) -> None:
         self.agent, self.args = agent, args
         self.rewards, self.running_rewards, self.env_steps = [], [], 0
         self.started = time.perf_counter()
-        self.bar = report.progress(args.max_episodes, "episode", role="agent")
-
-    @property
-    def episodes(self) -> int:
-        """Return how many there were."""
-        return len(self.rewards)
+        # The bar shows the running reward: how many episodes it will take is not known.
+        self.bar = report.progress(math.ceil(args.reward_threshold), "running reward", role="agent")
+        self.bar.bar_format = "running reward {n:.0f}/{total} |{bar}| {elapsed}{postfix}"
 
     def add(self, ep_reward: float) -> None:
-        """Record an episode."""
+        """Record an episode, given the mean length of the first stretches."""
         running_reward = self.agent.running_reward
         self.rewards.append(ep_reward)
         self.running_rewards.append(running_reward)
         self.env_steps += env_steps(self.agent.returns)
-        self.bar.set_postfix_str(f"running reward {running_reward:.1f}", refresh=False)
-        if self.bar.disable and self.episodes % self.args.log_interval == 0:  # not a terminal
-            report.log("agent", f"episode {self.episodes}  last reward {ep_reward:.1f}  "
+        episodes = len(self.rewards)
+        if self.bar.disable and episodes % self.args.log_interval == 0:  # not a terminal
+            report.log("agent", f"episode {episodes}  last reward {ep_reward:.1f}  "
                                 f"running reward {running_reward:.1f}")
-        self.bar.update()
+        self.bar.update(min(int(running_reward), self.bar.total) - self.bar.n)
+        self.bar.set_postfix_str(f"episode {episodes}")
 
     def metrics(self) -> dict:
-        """Return the metrics of the whole training, once it is over."""
+        """Return the metrics of the whole run."""
         self.bar.close()
         return {"solved": self.agent.running_reward > self.args.reward_threshold,
-                "episodes": self.episodes, "env_steps": self.env_steps,
+                "episodes": len(self.rewards), "env_steps": self.env_steps,
                 "env_steps_per_s": self.env_steps / (time.perf_counter() - self.started),
                 "rewards": self.rewards, "running_rewards": self.running_rewards}
 
@@ -112,32 +116,47 @@ def require_room(args: argparse.Namespace) -> None:
     """Refuse more environments and steps than the memory of this machine can hold."""
     of_observer = args.envs_per_observer * (ENV_BYTES + args.num_steps * STEP_BYTES)
     here = cli.ranks_here(args)
-    observers = args.world_size - 1 if 0 in here else len(here)  # the agent keeps all steps
+    observers = args.world_size - 1 if 0 in here else len(here)  # the agent holds all steps
     cli.require_memory(args, ["envs_per_observer", "num_steps"], observers * of_observer)
 
 
 def finish(runs: dict[int, dict], args: argparse.Namespace) -> dict:
-    """Write metrics.json, draw, print the table and the line of numbers; return the metrics.
+    """Write metrics.json and the picture, print the table and the summary line.
 
     Args:
-        runs: `{observers: what the run with so many returned}`.
-        args: the parsed flags.
+        runs: `{observers: metrics of the run}`.
+        args: Parsed flags.
+
+    Returns:
+        The saved metrics.
     """
     args.world_size = max(args.observers) + 1
-    timed = {observers: run["timed"] for observers, run in runs.items()}
-    metrics = {**table_of(args, timed), "wall_s": sum(run["wall_s"] for run in runs.values())}
-    print_table(args, metrics, timed)
-    metrics = report.save_metrics(args, {**flags_of(args), **metrics}, backend="tensorpipe")
-    plot([metrics], args)
-    batched, single = (row["env_steps_per_s"] for row in metrics["rows"][-2:])
-    observers = args.observers[-1]
-    print(f"{observers} observer{'s' if observers > 1 else ''}: {batched:.0f} environment "
-          f"steps/s in batches, {single:.0f} one by one: {batched / single:.1f} times as many")
+    print(f"medians of {args.num_episode} episodes of {args.num_steps} steps, environments of an "
+          f"observer: {args.envs_per_observer}; start-up and a warm-up episode excluded")
+    print("observers    batched     single      batched       single   speed-up")
+    rows, speedup = [], {}
+    for observers, run in runs.items():
+        seconds, speeds = {}, {}
+        for mode, timed in run["timed"].items():
+            seconds[mode] = statistics.median(s for s, _ in timed)
+            speeds[mode] = statistics.median(per_second(steps, s) for s, steps in timed)
+        speedup[observers] = speeds[BATCHED] / speeds[SINGLE]
+        rows += [{"observers": observers, "envs_per_observer": args.envs_per_observer,
+                  "mode": mode, "env_steps_per_s": speed} for mode, speed in speeds.items()]
+        print(f"{observers:9} {seconds[BATCHED]:8.2f} s {seconds[SINGLE]:8.2f} s "
+              f"{speeds[BATCHED]:8.0f} /s {speeds[SINGLE]:9.0f} /s {speedup[observers]:10.2f}")
+    metrics = report.save_metrics(args, {
+        **flags_of(args), "rows": rows, "speedup": speedup,
+        "wall_s": sum(run["wall_s"] for run in runs.values())}, backend="tensorpipe")
+    plot(metrics, args)
+    print(f"{observers} observer{'s' if observers > 1 else ''}: {speeds[BATCHED]:.0f} environment "
+          f"steps/s in batches, {speeds[SINGLE]:.0f} one by one: {speedup[observers]:.1f} times as "
+          "many")
     return metrics
 
 
 def finish_training(metrics: dict, args: argparse.Namespace) -> dict:
-    """Write metrics.json, draw, print the numbers of until_solved.py; return the metrics."""
+    """Write metrics.json and the picture of until_solved.py, print the summary line."""
     metrics = report.save_metrics(args, {**flags_of(args), **metrics}, backend="tensorpipe")
     plot_training(metrics, args)
     solved = "solved" if metrics["solved"] else "not solved"
@@ -148,21 +167,21 @@ def finish_training(metrics: dict, args: argparse.Namespace) -> dict:
 
 
 def flags_of(args: argparse.Namespace) -> dict[str, int | str]:
-    """Pick the flags that metrics.json keeps: `envs` only where the program has it."""
+    """Return the flags that metrics.json keeps; only some programs have `--envs`."""
     return {flag: getattr(args, flag) for flag in ("envs_per_observer", "envs")
             if hasattr(args, flag)}
 
 
 def shown_first(spans_by_role: dict[str, list[dict]],
                 args: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """Choose the windows of a timeline: the end of the last episode in batches, and one by one.
+    """Choose the windows of a timeline: the end of the last episode of each mode.
 
     Args:
-        spans_by_role: with a step of the agent at the end of each episode.
-        args: the parsed flags.
+        spans_by_role: Spans of each process; each episode ends with a "step" of the agent.
+        args: Parsed flags.
 
     Returns:
-        The windows by their captions.
+        `{caption: (begin, end)}`.
     """
     spans, windows = spans_by_role["agent"], {}
     modes = (BATCHED, SINGLE) if hasattr(args, "num_episode") else (BATCHED,)
@@ -177,54 +196,22 @@ def shown_first(spans_by_role: dict[str, list[dict]],
     return windows
 
 
-def table_of(args: argparse.Namespace, timed: dict[int, dict[str, list]]) -> dict[str, object]:
-    """Compute rows and speed-ups, `{"rows": [...], "speedup": {observers: ...}}`.
-
-    Args:
-        args: the parsed flags.
-        timed: `{observers: {mode: of each episode, seconds and environment steps}}`.
-    """
-    rows, speedup = [], {}
-    for observers, of_run in timed.items():
-        speeds = {mode: statistics.median(steps / seconds for seconds, steps in of_run[mode])
-                  for mode in (BATCHED, SINGLE)}
-        rows += [{"observers": observers, "envs_per_observer": args.envs_per_observer,
-                  "mode": mode, "env_steps_per_s": speed} for mode, speed in speeds.items()]
-        speedup[observers] = speeds[BATCHED] / speeds[SINGLE]
-    return {"rows": rows, "speedup": speedup}
-
-
-def print_table(args: argparse.Namespace, metrics: dict,
-                timed: dict[int, dict[str, list]]) -> None:
-    """Print the tutorial's table, with speeds."""
-    print(f"medians of {args.num_episode} episodes of {args.num_steps} steps, environments of an "
-          f"observer: {args.envs_per_observer}; start-up and a warm-up episode excluded")
-    print("observers    batched     single      batched       single   speed-up")
-    speeds = {(row["observers"], row["mode"]): row["env_steps_per_s"] for row in metrics["rows"]}
-    for observers, of_run in timed.items():
-        batched, single = (statistics.median(seconds for seconds, _ in of_run[mode])
-                           for mode in (BATCHED, SINGLE))
-        print(f"{observers:9} {batched:8.2f} s {single:8.2f} s "
-              f"{speeds[observers, BATCHED]:8.0f} /s {speeds[observers, SINGLE]:9.0f} /s "
-              f"{metrics['speedup'][observers]:10.2f}")
-
-
-def plot(runs: list[dict], args: argparse.Namespace) -> None:
-    """Draw `batch_vs_single.png`, from the metrics of one or several runs."""
-    observers = list(dict.fromkeys(row["observers"] for row in runs[0]["rows"]))
+def plot(metrics: dict, args: argparse.Namespace) -> None:
+    """Draw `batch_vs_single.png`: the speed of both modes for each number of observers."""
     path = args.output_dir / "batch_vs_single.png"
-    for axes, words in picture.in_each_language(path, WORDS["compare"], runs, env=ENV_NAME,
+    for axes, words in picture.in_each_language(path, WORDS["compare"], [metrics], env=ENV_NAME,
                                                 environments=args.envs_per_observer):
-        for mode, colour in ((SINGLE, "C1"), (BATCHED, "C0")):
-            speeds = [[row["env_steps_per_s"] for row in run["rows"] if row["mode"] == mode]
-                      for run in runs]
-            picture.line(axes, observers, speeds, color=colour, label=words[mode])
+        for mode, color in ((SINGLE, "C1"), (BATCHED, "C0")):
+            rows = [row for row in metrics["rows"] if row["mode"] == mode]
+            observers = [row["observers"] for row in rows]
+            axes.plot(observers, [row["env_steps_per_s"] for row in rows], "o-", color=color,
+                      label=words[mode])
         axes.set_xticks(observers)
         axes.set_ylim(bottom=0)
 
 
 def plot_training(metrics: dict, args: argparse.Namespace) -> None:
-    """Draw `learning_curve.png`."""
+    """Draw `learning_curve.png`: the reward of each episode and the running reward."""
     path, threshold = args.output_dir / "learning_curve.png", args.reward_threshold
     observers = args.world_size - 1
     for axes, words in picture.in_each_language(

@@ -1,7 +1,7 @@
-r"""The experiment of main.py with one vector environment for an observer, and bytes in messages.
+r"""The experiment of main.py with one vector environment per observer, and bytes in messages.
 
-What differs: gymnasium's own vector CartPole steps 64 environments in the time in which one after
-the other does six. What is left then is the agent, so that works in large pieces, too:
+Gymnasium's own vector CartPole steps 64 environments in the time that six plain ones take. The
+agent then becomes the slowest part, so it also works on large pieces:
 
     observer: a vector environment                        agent
     +--------------------------+                          +------------------------------------+
@@ -14,24 +14,25 @@ the other does six. What is left then is the agent, so that works in large piece
     python batch_rl/vector.py --observers 5                      16 environments each
     python batch_rl/vector.py --observers 5 --envs_per_observer 64
     python batch_rl/vector.py --observers 5 --envs sync          one after the other, see below
-    python batch_rl/vector.py --check                            the same numbers as one process?
+    python batch_rl/vector.py --check                            compare with a single process
 
-What it wins: the second command makes about 80,800 environment steps/s in batches, the first one
-22,000 (2 cores; docs/results/batch_rl_64.json, batch_rl_16.json). `--envs sync` has gymnasium's
-vector environment in which one steps after the other, as those must of which there is no vector
-version.
+The gain: the second command makes about 80,800 environment steps/s in batches, the first one
+22,000 (2 cores; docs/results/batch_rl_64.json, batch_rl_16.json). `--envs sync` uses gymnasium's
+general vector environment, which steps its environments one after the other. It also holds
+environments that have no vector version.
 
-What it costs, four things to know:
+The cost is four things to know:
 
-- **The step that resets.** This environment resets itself, in NEXT_STEP mode: the step after the
-  last one of a stretch ignores its action, has no reward, and brings the first state of the next.
-  Nobody has played there: such a step has no return, NaN, and counts nowhere.
-- **One agent in a process**, which a global variable has. So no request has an RRef, which would be
-  counted on both sides.
+- **The step that resets.** This environment resets itself, in NEXT_STEP mode. The step after the
+  last one of a stretch ignores its action, has no reward, and returns the first state of the next
+  stretch. This step is not played: its return is NaN, and it does not count.
+- **One agent per process**, in a global variable. A request then needs no RRef, which both sides
+  would have to count.
 - **One seed for K environments**: all resets of the vector CartPole come from one generator.
-- **The same dropout twice**, when it acts and when it learns: the masks are kept. The random
-  numbers have an order of their own, whichever observer asks first, and all of the gradient is
-  summed up in one thread: a seed gives one training, to the last digit, in both modes.
+- **The same dropout twice**, when the agent acts and when it learns, so the masks are kept. The
+  random numbers have a fixed order that does not depend on which observer asks first, and one
+  thread sums up the whole gradient. A seed gives the same training run to the last digit, in both
+  modes.
 """
 
 import argparse
@@ -39,6 +40,7 @@ import threading
 from collections.abc import Iterator
 
 from common.cli import Parser
+from common.program import run_program
 from common.report import require_finite
 
 import gymnasium as gym
@@ -49,17 +51,17 @@ from torch.distributed import rpc
 from torch.nn import functional as F
 
 from batch_rl import main as tutorial
-from batch_rl.main import EPS, role_name  # noqa: F401  --check looks for role_name
-from batch_rl.results import ENV_NAME
+from batch_rl.main import EPS, launch_each, role_name, set_observers
+from batch_rl.results import ENV_NAME, finish, require_room
 
 VECTORIZATION_MODES = {"vector": "vector_entry_point", "sync": "sync"}  # gymnasium's, by --envs
-ROWS = 5000  # states in a piece of the training: its hidden layer, 2.5 MB, stays in the cache
+ROWS = 5000  # states in a piece of the training: its hidden layer, 2.5 MB, fits into the cache
 
-_agent = None  # on rank 0, where the requests find it
+_agent = None  # on rank 0, for the requests
 
 
 class Environments:
-    """Holds K environments in one, of the kind `--envs`, and what an episode's steps brought."""
+    """A vector environment of K environments, and the results of an episode's steps."""
 
     def __init__(self, num_envs: int, kind: str) -> None:
         self.envs = gym.make_vec(ENV_NAME, num_envs=num_envs,
@@ -67,27 +69,27 @@ class Environments:
         assert self.envs.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
 
     def reset(self, n_steps: int, seed: int) -> np.ndarray:
-        """Begin an episode of so many steps; return its first states, an array (K, 4)."""
+        """Begin an episode of `n_steps` steps; return its first states, an array (K, 4)."""
         shape = (n_steps, self.envs.num_envs)
         self.rewards = np.zeros(shape)
         self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
         return self.envs.reset(seed=seed)[0]
 
     def step(self, step: int, actions: bytes) -> np.ndarray:
-        """Take the step of this number with K actions, bytes; return the next states (K, 4)."""
+        """Take a step, given its number and K actions in bytes; return the next states (K, 4)."""
         (states, self.rewards[step], self.terminated[step], self.truncated[step],
          _) = self.envs.step(np.frombuffer(actions, np.int8))
         return states
 
     def returns(self, gamma: float) -> tuple[torch.Tensor, np.ndarray]:
-        """Return each step's discounted return, a tensor (K, steps), and the first lengths (K,).
+        """Compute the returns (K, steps), a tensor, and the lengths of the first stretches (K,).
 
-        NaN where a step was a reset; see `Observer.run_episode` for the rest.
+        The return of a step that was a reset is NaN. For the rest, see `Observer.run_episode`.
         """
         n_steps = len(self.rewards)
         over = self.terminated | self.truncated
         resets = np.concatenate([np.zeros_like(over[:1]), over[:-1]])
-        over[-1] = True  # of the episode
+        over[-1] = True  # the episode ends
         beyond = np.where(self.terminated, 0.0, self.rewards / max(1 - gamma, 1 / n_steps))
         returns, R = np.empty_like(self.rewards), 0.0
         for step in reversed(range(n_steps)):
@@ -98,7 +100,7 @@ class Environments:
 
 
 class VectorObserver:
-    """Owns one vector environment and plays the episodes that the agent asks for."""
+    """The owner of one vector environment, which plays episodes for the agent."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.id = rpc.get_worker_info().id - 1
@@ -111,7 +113,7 @@ class VectorObserver:
         select_action = VectorAgent.select_action_batch if batch else VectorAgent.select_action
         agent, states = agent_rref.owner(), self.envs.reset(n_steps, seed)
         for step in range(n_steps):
-            # Arrays would travel as objects, which costs a quarter of a message; bytes do not.
+            # To send arrays as objects would cost a quarter of a message; bytes cost less.
             actions = rpc.rpc_sync(agent, select_action, args=(self.id, states.tobytes()))
             states = self.envs.step(step, actions)
         returns, first_lengths = self.envs.returns(self.gamma)
@@ -119,36 +121,36 @@ class VectorObserver:
 
 
 class Group:
-    """Keeps what the agent has for the environments that ask at the same time: K of each observer.
+    """The agent's state of an episode: requests, random numbers and saved actions.
 
     Args:
-        agent: the agent.
-        batch: whether the episode is played in batches.
-        num_envs: K.
+        agent: Agent that plays the episode.
+        batch: Whether the episode is played in batches.
+        num_envs: Number of environments of each observer, K.
     """
 
     def __init__(self, agent: "VectorAgent", batch: bool, num_envs: int) -> None:
         self.policy, self.device, self.num_envs = agent.policy, agent.device, num_envs
         self.observers, self.lock = range(len(agent.ob_rrefs)), threading.Lock()
         self.next_step()
-        # Of each step, with which states and actions to compute the log-probabilities.
+        # States and actions of each step, to compute the log-probabilities when learning.
         self.saved_log_probs = [] if batch else [[] for _ in self.observers]
         shape = (agent.args.num_steps, len(self.observers), num_envs)
         hidden, kept = self.policy.affine1.out_features, 1 - self.policy.dropout.p
         self.keep = np.empty((*shape, hidden), bool)
-        for keep in self.keep:  # step by step, for the sake of the cache
-            # 64 random bits decide about four: a quarter of the time of four `random()`.
+        for keep in self.keep:  # step by step, so that each step fits into the cache
+            # 64 random bits decide about four units, in a quarter of the time of four `random()`.
             bits = agent.rng.bit_generator.random_raw(keep.size // 4).view(np.uint16)
             np.less(bits.reshape(keep.shape), round(2**16 * kept), out=keep)
         self.uniforms = agent.rng.random(shape)
 
     def next_step(self) -> None:
-        """Begin a step: nobody has asked yet, and nobody has an answer."""
+        """Begin a step: no observer has asked yet, and no observer has an answer."""
         self.states = {}
         self.answers = [torch.futures.Future() for _ in self.observers]
 
     def answer(self, ob_id: int, states: bytes) -> torch.futures.Future:
-        """Return a future of an observer's actions; the last one to ask completes those of all."""
+        """Return a future of an observer's actions; the last request completes all futures."""
         with self.lock:
             self.states[ob_id] = states
             asked, answers = self.states, self.answers
@@ -164,7 +166,7 @@ class Group:
 
     def act(self, states: list[bytes],
             ob_id: int | None = None) -> tuple[list[bytes], tuple[np.ndarray, np.ndarray]]:
-        """Choose actions for all observers, or for one; return also what `pieces` needs."""
+        """Choose actions for all observers, or for one; also return the states and the actions."""
         saved = self.saved_log_probs if ob_id is None else self.saved_log_probs[ob_id]
         where = len(saved) if ob_id is None else (len(saved), [ob_id])
         states = np.frombuffer(b"".join(states), np.float32).reshape(-1, self.num_envs, 4)
@@ -177,26 +179,26 @@ class Group:
     def probs(self, states: np.ndarray, keep: np.ndarray) -> torch.Tensor:
         """Compute `Policy.forward` of states (..., 4) with given dropout masks (..., 128)."""
         policy = self.policy
-        states = torch.tensor(states).to(policy.affine1.weight)  # to its device and type
+        states = torch.tensor(states).to(policy.affine1.weight)  # to its device and dtype
         x = F.relu(policy.affine1(states)) * torch.from_numpy(keep).to(states)
-        # Dropout multiplies what it keeps. To scale the weights in its place is less work.
+        # Dropout scales the units that it keeps. To scale the weights instead is less work.
         weight = policy.affine2.weight / (1 - policy.dropout.p)
         return F.softmax(F.linear(x, weight, policy.affine2.bias), dim=-1)
 
     def pieces(self, batch: bool,
                weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Compute the actions' log-probabilities, with their graph, a piece of the episode a time.
+        """Compute the actions' log-probabilities, with their graph, one piece at a time.
 
         Args:
-            batch: whether the episode was played in batches.
-            weights: of the actions in the loss, a tensor (observers, K, steps).
+            batch: Whether the episode was played in batches.
+            weights: Weights of the actions in the loss, a tensor (observers, K, steps).
 
         Yields:
             Log-probabilities and weights, both (steps of the piece, observers, K).
         """
         if batch:
             states, actions = map(np.stack, zip(*self.saved_log_probs, strict=True))
-        else:  # for each observer (steps, 1, K)
+        else:  # the parts of each observer have the shape (steps, 1, K)
             of_each = [map(np.stack, zip(*saved, strict=True)) for saved in self.saved_log_probs]
             states, actions = (np.concatenate(parts, axis=1)
                                for parts in zip(*of_each, strict=True))
@@ -210,7 +212,7 @@ class Group:
 
 
 class VectorAgent(tutorial.Agent):
-    """Decides for vector environments and learns from whole episodes at once."""
+    """An agent for vector environments, which learns from a whole episode at once."""
 
     observer_class = VectorObserver
 
@@ -218,11 +220,11 @@ class VectorAgent(tutorial.Agent):
         global _agent
         super().__init__(world_size, args)
         _agent = self
-        self.rng = np.random.default_rng(args.seed)  # of dropout and actions
+        self.rng = np.random.default_rng(args.seed)  # draws dropout and actions
 
     @staticmethod
     def select_action(ob_id: int, states: bytes) -> bytes:
-        """Answer as `Agent.select_action`; random numbers depend on the observer and the step."""
+        """Answer as `Agent.select_action`, with the random numbers of the observer and the step."""
         group = _agent.group
         actions, saved = group.act([states], ob_id)
         group.saved_log_probs[ob_id].append(saved)
@@ -231,24 +233,24 @@ class VectorAgent(tutorial.Agent):
     @staticmethod
     @rpc.functions.async_execution
     def select_action_batch(ob_id: int, states: bytes) -> torch.futures.Future:
-        """Answer as `Agent.select_action_batch`; a future for each observer in place of `.then`."""
+        """Answer as `Agent.select_action_batch`, with a future for each observer."""
         return _agent.group.answer(ob_id, states)
 
     def run_episode(self, batch: bool) -> float:
-        """Play as `Agent.run_episode`, with a new group."""
+        """Create the state of the episode, then play as `Agent.run_episode`."""
         self.group = Group(self, batch, self.args.envs_per_observer)
         return super().run_episode(batch)
 
     def finish_episode(self, batch: bool, ep_reward: float) -> None:
-        """Learn as `Agent.finish_episode`, from the states: with the masks they give the graph."""
-        played = ~self.returns.isnan()  # all but resets
+        """Train as `Agent.finish_episode`; a second forward pass builds the graph."""
+        played = ~self.returns.isnan()  # all steps except resets
         std, mean = torch.std_mean(self.returns[played], correction=0)
         weights = torch.where(played, (self.returns - mean) / (std + EPS), 0.0)
         self.optimizer.zero_grad()
         policy_loss = 0.0
         for log_probs, of_piece in self.group.pieces(batch, weights):
             piece_loss = -(log_probs * of_piece).sum() / len(self.ob_rrefs)
-            piece_loss.backward()  # the pieces are a sum, and gradients add up
+            piece_loss.backward()  # the loss is the sum of the pieces, and gradients add up
             policy_loss += piece_loss.item()
         require_finite(policy_loss, "after an episode")
         self.optimizer.step()
@@ -271,12 +273,15 @@ def build_parser() -> Parser:
 def add_envs_flag(parser: Parser) -> None:
     """Add `--envs`: how the vector environments step."""
     parser.add_argument("--envs", choices=["sync", "vector"], default="vector",
-                        help="sync: inside of the vector environment one steps after the other")
+                        help="vector environment; sync steps one environment after the other")
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Compare, or `--check`; see main.py."""
-    return tutorial.compare(run_worker, build_parser().parse_args(argv))
+    """Compare both modes, or compare with a single process if `--check` is given; see main.py."""
+    args = build_parser().parse_args(argv)
+    set_observers(args)
+    require_room(args)
+    return run_program(run_worker, args, role_name, finish, start=launch_each)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ In a page, in either language (`*.ja.md` is Japanese):
     <!-- output rpc_rl -->...<!-- end -->         what a command printed: benchmarks/outputs.py
     <!-- output rpc_rl 2 3 -->...<!-- end -->     of that the first 2 and the last 3 lines
     <!-- replay rpc_rl -->...<!-- end -->         a link to its messages, step by step
-    <!-- map 6_5_rpc_rl -->...<!-- end -->        the table of docs/walk/6_5_rpc_rl.json
+    <!-- map 6_5 -->...<!-- end -->               the cell index, from docs/walk/6_5.json
+    <!-- lessons all -->...<!-- end -->           the table of lessons, from lesson.toml
 """
 
 import ast
@@ -19,25 +20,28 @@ import os
 import re
 import textwrap
 from operator import itemgetter
+from pathlib import Path
 
 from common import ROOT
 from common.cli import PlainParser
+from common.lessons import lessons
 
 from benchmarks import outputs
 
-MARKED = re.compile(r"(<!-- (=|code|output|replay|map) ([^>]*?) -->)(.*?)(<!-- end -->)",
+MARKED = re.compile(r"(<!-- (=|code|output|replay|map|lessons) ([^>]*?) -->)(.*?)(<!-- end -->)",
                     re.DOTALL)
 CELLS = r"(?:[Cc]ells? |セル)(\d[\d〜、]*(?:(?:,| to| and) \d+)*)"  # in a heading: "Cells 4 to 6"
 NOT_MEASURED = "–"
 WORDS = {  # column titles and cells of the tables
-    "en": {"cell": "cell", "notebook": "notebook", "here": "here", "mended": "mended",
-           "left_out": "left out: ",
+    "en": {"cell": "cell", "first words": "its first words", "point": "the point, or the bug",
+           "here": "here", "lesson": "lesson", "guide": "beside the notebook",
+           "teaches": "what it teaches",
            "picture": "![What each process does over time, in a recorded run; the arrows are "
                       "messages]({picture})",
            "replay": "**Message by message**, in `replay.html`: `{command}` "
                      "([a recorded run]({link}))"},
-    "ja": {"cell": "セル", "notebook": "ノートブック", "here": "ここでは", "mended": "修正点",
-           "left_out": "省略：",
+    "ja": {"cell": "セル", "first words": "書き出し", "point": "要点・不具合", "here": "ここでは",
+           "lesson": "レッスン", "guide": "ノートブックの解説", "teaches": "学ぶこと",
            "picture": "![記録した実行での各プロセスの動き。矢印はメッセージ]({picture})",
            "replay": "**1通ずつたどる**（`replay.html`）：`{command}`"
                      "（[記録の例]({link})）"},
@@ -58,6 +62,7 @@ def written(page):
         if kind == "=":
             return begin + number(what, language) + end
         made = {"map": lambda: map_of(what, language, page),
+                "lessons": lambda: table_of_lessons(language, page),
                 "code": lambda: definition(what, page.parent),
                 "output": lambda: printed(*what.split()),
                 "replay": lambda: replay(what, language, page.parent)}[kind]()
@@ -84,40 +89,39 @@ def number(what, language):
     return f"{median}（{low}〜{high}）" if language == "ja" else f"{median} ({low} to {high})"
 
 
-def map_of(walk, language, page):
-    """The table of a part of a notebook: cell, heading or definitions, where they are here."""
-    words, folder = WORDS[language], page.parent
+def map_of(chapter: str, language: str, page: Path) -> str:
+    """Return the cell index of a notebook: each cell, its first words, its point, our code."""
+    words = WORDS[language]
     sections = sections_of(page.read_text(encoding="utf-8"))
-    chapter = re.match(r"6_\d+", walk)[0]
     edition = json.loads((ROOT / "docs/japanese_edition.json").read_text(encoding="utf-8"))
     notebook = next(book for book in edition["notebooks"] if book["chapter"] == chapter)
     link = f"{edition['source']}/blob/main/{notebook['file']}"
-    cells = {cell["cell"]: cell for cell in notebook["cells"]}
     lines = [f"[{chapter} {notebook['title']}]({link})", "",
-             f"| {words['cell']} | {words['notebook']} | {words['here']} | {words['mended']} |",
+             f"| {words['cell']} | {words['first words']} | {words['point']} | {words['here']} |",
              "|---|---|---|---|"]
-    for row in json.loads((ROOT / "docs/walk" / f"{walk}.json").read_text(encoding="utf-8")):
-        if "heading" in row:
-            suffix = "_ja" if language == "ja" else ""
-            see = row.get(f"see{suffix}", row["see"])
-            there = see and place(in_language(see, language), folder)
-            note = row.get(f"note{suffix}", "")
-            lines.append(f"| {numbered(row['cell'], sections)} | **{row['heading']}** | {there} | "
-                         f"{note} |")
-            continue
-        outer = {name: there for name, there in row["names"].items() if "__init__" not in name}
-        outer = outer or row["names"]
-        cell = cells[row["cell"]]
-        theirs = [name for name in cell["defines"] if "__init__" not in name]
-        names = ", ".join(f"`{name}`" for name in theirs or [cell["first_line"]])
-        names = names.replace("|", r"\|")  # else it would end the cell of the table
-        here = ", ".join(dict.fromkeys(place(there, folder) for there in outer.values() if there))
-        suffix = "_ja" if language == "ja" else ""
-        mended, left_out = (row.get(f"{key}{suffix}", row[key]) for key in ("mended", "left_out"))
-        notes = filter(None, [mended, left_out and words["left_out"] + left_out])
-        notes = ("。" if language == "ja" else "; ").join(notes)
-        lines.append(f"| {numbered(row['cell'], sections)} | {names} | {here} | {notes} |")
+    for row in json.loads((ROOT / f"docs/walk/{chapter}.json").read_text(encoding="utf-8")):
+        first = f"**{row['heading']}**" if "heading" in row else f"「{row['words']}…」"
+        here = ", ".join(place(in_language(there, language), page.parent) for there in row["here"]
+                         if "__init__" not in there)
+        point = row[language].replace("|", r"\|")  # else it would end the cell of the table
+        lines.append(f"| {numbered(row['cell'], sections)} | {first.replace('|', chr(92) + '|')} | "
+                     f"{point} | {here} |")
     return "\n".join(lines)
+
+
+def table_of_lessons(language: str, page: Path) -> str:
+    """Return the table of lessons, in the order to begin with."""
+    suffix, words = {"en": "", "ja": ".ja"}[language], WORDS[language]
+    to_root = os.path.relpath(ROOT, page.parent)
+    head = f"| | {words['lesson']} | {words['guide']} | {words['teaches']} |"
+    lines = [head, "|---|---|---|---|"]
+    for lesson in lessons():
+        folder = f"[{lesson.folder}]({to_root}/{lesson.folder}/README{suffix}.md)"
+        guides = ", ".join(f"[{chapter}]({to_root}/docs/lessons/{chapter}{suffix}.md)"
+                           for chapter in lesson.chapters)
+        text = lesson.ja if language == "ja" else lesson.en
+        lines.append(f"| {lesson.start} | {folder} | {guides} | {text} |")
+    return "\n".join(lines).replace("(./", "(")
 
 
 def sections_of(text):

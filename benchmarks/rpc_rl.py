@@ -29,7 +29,9 @@ PLAIN, TWO, ONE, CEILING = "plain", "fast, 2 RPCs a step", "fast", "ceiling"
 class TwoRPCs(FastAgent):
     """The fast agent with the tutorial's protocol."""
 
-    observer_class = lesson.Observer
+    def __init__(self, world_size, args):
+        super().__init__(world_size, args)
+        self.ob_rrefs = {ob_id: rpc.remote(ob_id, lesson.Observer) for ob_id in self.ob_rrefs}
 
 
 class Replay(FastAgent):

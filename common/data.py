@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -25,24 +26,26 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 DATASETS = ("digits", "mnist")
-FETCH_S = 600  # that others of this machine wait for the first one to fetch the data
-SILENCE_S = 20  # that the server may be silent: torchvision would wait for ever
+FETCH_S = 600  # seconds that the ranks of a machine wait until the first one has the data
+SILENCE_S = 20  # seconds that the server may be silent: torchvision would wait forever
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte",
+         "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 DIGITS = Path(__file__).parent / "digits.npz"
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--dataset` and `--data_dir`."""
     parser.add_argument("--dataset", choices=DATASETS, default="digits",
-                        help="digits needs no download")
+                        help="digits, which needs no download, or MNIST")
     parser.add_argument("--data_dir", type=Path, default=Path("data"), metavar="DIR",
-                        help="where MNIST is or goes")
+                        help="folder of MNIST, or where to put it")
 
 
 def fetch_data(args: argparse.Namespace) -> None:
     """Make sure that the data are on this machine, before the processes race for the same files.
 
-    Under torchrun they have started: there, the first one of each machine fetches, and the others
-    wait for it.
+    Files that the user has placed in `DIR/MNIST/raw`, packed or unpacked, are used as they are.
+    Under torchrun the ranks run already: the first one of each machine fetches, the others wait.
 
     Raises:
         SystemExit: 2 after one line, if MNIST is neither in `--data_dir` nor can be fetched.
@@ -58,17 +61,19 @@ def fetch_data(args: argparse.Namespace) -> None:
         time.sleep(0.2)
         failure = _failure(_read, args.data_dir)
     if failure:
-        refuse(f"--data_dir {shortened(args.data_dir)} does not hold MNIST, which could not be "
-               f"fetched ({shortened(failure, 120)}); use --dataset digits, which needs no "
-               "download", rank=os.environ.get("RANK"))
+        folder = shortened(args.data_dir)
+        refuse(f"--data_dir {folder} does not hold MNIST, which could not be fetched "
+               f"({shortened(failure, 600)}). Place {', '.join(FILES)} (.gz or unpacked) into "
+               f"{folder}/MNIST/raw, or use --dataset digits, which needs no download",
+               rank=os.environ.get("RANK"))
 
 
 def _failure(function: Callable[[Path], object], folder: Path) -> str | None:
     """Return how `function(folder)` fails, in one line, or None."""
     try:
         function(folder)
-    except Exception as error:  # half a file, no permission, no network, a full disk, ...
-        return (str(error) or type(error).__name__).splitlines()[0]
+    except Exception as error:  # half a file, no permission, no network, a proxy, a full disk, ...
+        return " ".join((str(error) or type(error).__name__).split())
 
 
 def _read(folder: Path | str, **options: bool) -> list:
@@ -77,17 +82,21 @@ def _read(folder: Path | str, **options: bool) -> list:
 
 
 def _fetch(folder: Path) -> None:
-    """Fetch the files, and move them to their places when they are whole: nobody reads half one."""
+    """Fetch or unpack the files beside their places, and move them there when they are complete."""
     folder.mkdir(parents=True, exist_ok=True)
     silence = socket.getdefaulttimeout()
     with (tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as fetched,
           contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())):
+        raw = Path(fetched, "MNIST", "raw")
+        raw.mkdir(parents=True)
+        for packed in folder.glob("MNIST/raw/*.gz"):
+            shutil.copy(packed, raw)  # torchvision fetches only files whose checksum is wrong
         try:
             socket.setdefaulttimeout(SILENCE_S)
             _read(fetched, download=True)
         finally:
             socket.setdefaulttimeout(silence)
-        for path in Path(fetched).rglob("*ubyte"):
+        for path in raw.glob("*ubyte"):
             place = folder / path.relative_to(fetched)
             place.parent.mkdir(parents=True, exist_ok=True)
             path.replace(place)
@@ -97,11 +106,11 @@ def load_data(args: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]:
     """Load the images as tensors.
 
     Args:
-        args: with `dataset` and `data_dir`; see `add_data_flags`.
+        args: Parsed flags; see `add_data_flags`.
 
     Returns:
         Two `TensorDataset`s, for training and for testing, of images (N, 1, 28, 28) as float32,
-        normalised to mean 0 and deviation 1 over the training set, and of labels (N,) as int64.
+        normalized to mean 0 and deviation 1 over the training set, and of labels (N,) as int64.
     """
     train, test = _digits() if args.dataset == "digits" else _mnist(args.data_dir)
     mean, std = train[0].mean(), train[0].std()

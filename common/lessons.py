@@ -1,6 +1,7 @@
 r"""Read `lesson.toml` of every lesson: what tests, benchmarks and pages know of its programs.
 
-    chapter = "6_5"                     the page beside the notebook: docs/lessons/6_5.md
+    start = 4                           its place in the order to begin with
+    chapters = ["6_5"]                  the pages beside the notebook: docs/lessons/6_5.md
     en = "RPC and RRefs: one agent, many observers"
     ja = "RPCとRRef：1つのエージェントと複数のオブザーバー"
 
@@ -10,7 +11,6 @@ r"""Read `lesson.toml` of every lesson: what tests, benchmarks and pages know of
     check = ["--gamma 0.9 --lr 0.02"]   flags under which --check holds; the first row runs by day
     not_compared = { "--repeats" = "the check has its own number" }
     refused = { "--gamma 1.5" = "at most 1" }     flags, and words of the line that refuses them
-    headline = "env_steps_per_s"        the key of metrics.json that tables show
     saves = { flags = "--max_episodes 40", same = ["rewards"] }   a training with --checkpoint
 
     [fast]
@@ -47,7 +47,6 @@ class Program:
     check_all_by_day: bool = False
     not_compared: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    headline: str = ""
     saves: dict = field(default_factory=dict)
 
     @property
@@ -75,10 +74,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A lesson: its folder, its page, its line in both languages, its programs in reading order."""
+    """A lesson: its folder, place, pages, line in both languages, programs in reading order."""
 
     folder: str
-    chapter: str
+    start: int
+    chapters: list[str]
     en: str
     ja: str
     programs: tuple[Program, ...]
@@ -86,13 +86,13 @@ class Lesson:
 
 @functools.cache
 def lessons() -> tuple[Lesson, ...]:
-    """Return all lessons, in the order of the notebooks.
+    """Return all lessons, in the order to begin with.
 
     Raises:
         TypeError: A table has a key that is not known, or lacks one.
     """
-    found = [read(path) for path in ROOT.glob("*/lesson.toml")]
-    return tuple(sorted(found, key=lambda lesson: (lesson.chapter, lesson.folder)))
+    found = (read(path) for path in ROOT.glob("*/lesson.toml"))
+    return tuple(sorted(found, key=lambda lesson: lesson.start))
 
 
 def programs() -> tuple[Program, ...]:

@@ -61,7 +61,7 @@ class Comparison:
         run = [dict(_leaves(step)) for step in run]
         oracle = [dict(_leaves(step)) for step in oracle]
         count = sum(leaf.numel() for step in oracle for leaf in step.values())
-        largest, where = _difference(run, oracle, tolerance, unit, scale_at_least)
+        largest, where, pair = _difference(run, oracle, tolerance, unit, scale_at_least)
         allowed = f"at most {tolerance:.0e} of the largest" if tolerance else "bitwise identical"
         extent = f"{count} numbers of {_counted(len(oracle), unit)}"
         if where is None and count == 0:
@@ -71,7 +71,7 @@ class Comparison:
             return self._add(what, largest, True, f"{extent}: {found} ({because})")
         says = (f"{where} ({extent}; the largest difference is {largest:.1e}; "
                 f"expected: {allowed}, {because})")
-        return self._add(what, largest, False, says)
+        return self._add(what, largest, False, says, pair)
 
     def holds(self, what: str, condition: object, says: str) -> bool:
         """Hold a property that is no comparison of numbers; `says`: what was found, in words."""
@@ -82,9 +82,11 @@ class Comparison:
         """Return all of it in a form that JSON can hold."""
         return {"run": self.run, "oracle": self.oracle, "findings": self.findings}
 
-    def _add(self, what: str, difference: float, holds: bool, says: str) -> float:
+    def _add(self, what: str, difference: float, holds: bool, says: str,
+             pair: dict | None = None) -> float:
         says = says.replace("{run}", self.run).replace("{oracle}", self.oracle)
-        self.findings.append({"what": what, "difference": difference, "holds": holds, "says": says})
+        self.findings.append({"what": what, "difference": difference, "holds": holds, "says": says,
+                              **(pair or {})})
         return difference
 
 
@@ -107,11 +109,15 @@ def hold_masks(findings: Comparison, masks: torch.Tensor, units: str) -> None:
 
 
 class CheckFailedError(SystemExit):
-    """Ends a failed `--check` with status 1; `failed` has the names of the findings."""
+    """Ends a failed `--check` with status 1; `findings` are those that do not hold.
 
-    def __init__(self, failed: list[str]) -> None:
+    A finding is a dict: `what` is its name, `says` what was found in words. A comparison of numbers
+    also has the first pair that differs, `run` and `oracle`, and its `entry`.
+    """
+
+    def __init__(self, findings: list[dict]) -> None:
         super().__init__(1)
-        self.failed = failed
+        self.findings = findings
 
 
 def verdict(compared: dict | None) -> dict[str, float] | None:
@@ -132,11 +138,11 @@ def verdict(compared: dict | None) -> dict[str, float] | None:
     for finding in findings:
         holds = "ok" if finding["holds"] else "FAIL"
         report.log("check", f"{finding['what']}: {finding['says']}: {holds}")
-    failed = [finding["what"] for finding in findings if not finding["holds"]]
+    failed = [finding for finding in findings if not finding["holds"]]
     pair = f"{compared['run']} against {compared['oracle']}"
     if failed or not findings:
         print(f"check FAILED: {pair}: {len(failed)} of {len(findings)} comparisons do not hold: "
-              f"{', '.join(failed)}")
+              f"{', '.join(finding['what'] for finding in failed)}")
         raise CheckFailedError(failed)
     print(f"check passed: {pair}: {len(findings)} of {len(findings)} comparisons hold")
     return {finding["what"]: finding["difference"] for finding in findings}
@@ -226,9 +232,9 @@ def _leaves(entry: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _difference(run: list[dict], oracle: list[dict], tolerance: float, unit: str,
-                scale_at_least: float) -> tuple[float, str | None]:
-    """Return the largest difference, and in words where the first too large one is, or None."""
-    largest, where = 0.0, None
+                scale_at_least: float) -> tuple[float, str | None, dict]:
+    """Return the largest difference, in words where the first too large one is, and that pair."""
+    largest, where, first_pair = 0.0, None, {}
     scales = {}
     for step in oracle:
         for name, numbers in step.items():
@@ -240,11 +246,11 @@ def _difference(run: list[dict], oracle: list[dict], tolerance: float, unit: str
         at = f"first differs at {unit} {index}"
         if ours.keys() != theirs.keys():
             odd = ", ".join(sorted(ours.keys() ^ theirs.keys())[:3])
-            return float("inf"), where or f"{at}: {odd} on one side only"
+            return float("inf"), where or f"{at}: {odd} on one side only", {}
         for name, numbers in theirs.items():
             if ours[name].shape != numbers.shape:
                 shapes = f"{list(ours[name].shape)} in {{run}}, {list(numbers.shape)} in {{oracle}}"
-                return float("inf"), where or f"{at}{name and f', {name}'}: shape {shapes}"
+                return float("inf"), where or f"{at}{name and f', {name}'}: shape {shapes}", {}
             off = (ours[name] - numbers).abs() / (scales[name] or 1.0)
             off = torch.where(ours[name] == numbers, 0.0, off)  # infinities alike
             worst = off.max().item() if off.numel() else 0.0
@@ -252,14 +258,15 @@ def _difference(run: list[dict], oracle: list[dict], tolerance: float, unit: str
             if where is None and not worst <= tolerance:
                 place = [int(i) for i in (~(off <= tolerance)).nonzero()[0]]
                 entry = f"{name}{place or ''}"
-                pair = ours[name][tuple(place)], numbers[tuple(place)]
+                pair = ours[name][tuple(place)].item(), numbers[tuple(place)].item()
                 where = (f"{at}{entry and f', {entry}'}: {pair[0]:.7g} in {{run}}, "
                          f"{pair[1]:.7g} in {{oracle}}")
+                first_pair = {"entry": entry, "run": pair[0], "oracle": pair[1]}
     if where is None and len(run) != len(oracle):
         largest = float("inf")
         counts = _counted(len(run), unit), _counted(len(oracle), unit)
         where = "{} in {{run}}, {} in {{oracle}}".format(*counts)
-    return largest, where
+    return largest, where, first_pair
 
 
 def _counted(number: int, unit: str) -> str:

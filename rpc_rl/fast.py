@@ -1,24 +1,25 @@
 """rpc_rl/main.py with half the messages, and no autograd graph while the observers wait.
 
-What it changes:
+The changes:
 
-- the last reward rides along with the next state: one RPC per step instead of two;
-- it acts without an autograd graph, and computes the log-probabilities of a whole episode again, in
-  one batch, when it learns. So dropout has to be the same both times: its masks are drawn in
-  advance, one per step, and not by `nn.Dropout`;
-- all random numbers of an episode come in a few large draws, from one generator for each observer.
-  So a seed gives the same training whichever observer asks first, and a checkpoint continues it.
+- The last reward is sent together with the next state: one RPC per step instead of two.
+- The agent acts without an autograd graph. When it learns, it computes the log-probabilities of a
+  whole episode again, in one batch. Both times need the same dropout, so the masks are drawn in
+  advance, one per step, and not by `nn.Dropout`.
+- All random numbers of an episode are drawn in a few large draws, from one generator per observer.
+  The order in which observers ask therefore does not matter: a seed gives the same training run
+  each time, and a checkpoint continues it.
 
 It makes 1445 environment steps/s in place of 647 (medians on 2 cores: `python -m benchmarks.rpc_rl
---world_size 3`). It costs 60 lines, and a policy whose forward is written a second time
+--world_size 3`). The cost: 60 more lines, and a second version of the policy's forward pass
 (`FastAgent.probs`).
 
     python rpc_rl/fast.py --world_size 3                       all processes here
-    python rpc_rl/fast.py --check                              the same numbers as one process?
-    python rpc_rl/fast.py --checkpoint run.pt                  save it now and then ...
-    python rpc_rl/fast.py --checkpoint run.pt --resume         ... and go on, as if never stopped
+    python rpc_rl/fast.py --check                              compare with a single process
+    python rpc_rl/fast.py --checkpoint run.pt                  save a checkpoint now and then ...
+    python rpc_rl/fast.py --checkpoint run.pt --resume         ... and continue as if never stopped
 
-It ends with (a CPU that rounds differently takes some episodes more or fewer):
+It ends with this line; on a CPU that rounds differently, the number of episodes differs:
     CartPole-v1 solved in 212 episodes: running reward 475.8 (threshold 475), 115124 environment ...
 """
 
@@ -27,19 +28,21 @@ import argparse
 from common import checkpoint
 from common.cli import Parser, refuse
 from common.program import run_program
+from common.session import rpc_options
 
 import torch
-from torch.distributed.rpc import RRef
+from torch.distributed import rpc
+from torch.distributed.rpc import RRef, remote
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
 from rpc_rl import main as tutorial
-from rpc_rl.main import role_name
+from rpc_rl.main import RPC_THREADS, role_name
 from rpc_rl.results import KEPT, History, finish, refuse_what_cannot_end
 
 
 class FastObserver(tutorial.Observer):
-    """Sends the reward of a step with the request for the next action."""
+    """An observer that sends the reward of a step with the request for the next action."""
 
     def run_episode(self, agent_rref: RRef, n_steps: int, seed: int) -> bool:
         """Play as `Observer.run_episode`."""
@@ -51,17 +54,20 @@ class FastObserver(tutorial.Observer):
             state, reward, terminated, truncated, _ = self.env.step(action)
             if terminated or truncated:
                 break
-        agent.report_reward(self.id, reward)  # the last one has no next state to ride with
+        agent.report_reward(self.id, reward)  # after the last step, there is no next request
         return terminated
 
 
 class FastAgent(tutorial.Agent):
-    """Acts without a graph; its `finish_episode` is that of `Agent`."""
+    """An agent that acts without a graph; it inherits `Agent.finish_episode`."""
 
-    observer_class = FastObserver
+    def __init__(self, world_size: int, args: argparse.Namespace) -> None:
+        super().__init__(world_size, args)
+        # Each process replaces its plain observer.
+        self.ob_rrefs = {ob_id: remote(ob_id, FastObserver) for ob_id in self.ob_rrefs}
 
     def run_episode(self) -> None:
-        """Play as `Agent.run_episode`, with all random numbers drawn first."""
+        """Draw all random numbers of the episode, then play as `Agent.run_episode`."""
         self.states = {ob_id: [] for ob_id in self.ob_rrefs}
         self.actions = {ob_id: [] for ob_id in self.ob_rrefs}
         self.masks, self.uniforms = {}, {}
@@ -73,7 +79,7 @@ class FastAgent(tutorial.Agent):
         super().run_episode()
 
     def select_action(self, ob_id: int, state: list[float], reward: float | None = None) -> int:
-        """Answer as `Agent.select_action`, and record the reward of the step before."""
+        """Choose an action as `Agent.select_action`; record the reward of the step before."""
         if reward is not None:
             self.report_reward(ob_id, reward)
         step = len(self.states[ob_id])
@@ -91,7 +97,7 @@ class FastAgent(tutorial.Agent):
         return F.softmax(self.policy.affine2(F.relu(x)), dim=-1)
 
     def log_probs(self) -> torch.Tensor:
-        """Compute as `Agent.log_probs`, with one forward for all steps: (steps,)."""
+        """Compute `Agent.log_probs` in one forward pass over all steps: (steps,)."""
         states, actions, masks = [], [], []
         for ob_id, of_observer in self.states.items():
             states += of_observer
@@ -102,63 +108,64 @@ class FastAgent(tutorial.Agent):
         return Categorical(probs, validate_args=False).log_prob(actions)
 
     def state_dict(self) -> dict:
-        """Return what a training needs beside its history to go on as if it had never stopped."""
+        """Return the state that, with the history, resumes a run as if it had never stopped."""
         return {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(),
                 "generators": [generator.get_state() for generator in self.generators.values()]}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a `state_dict`."""
+        """Load a `state_dict`."""
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         for generator, saved in zip(self.generators.values(), state["generators"], strict=True):
             generator.set_state(saved)
 
 
-class SavedHistory(History):
-    """Begins with `--resume` from a checkpoint, and saves itself and its agent to one."""
+def load(agent: FastAgent, args: argparse.Namespace) -> dict:
+    """Load the agent from `--checkpoint`; return what its history has kept."""
+    state = checkpoint.load(args)
+    agent.load_state_dict(state)
+    agent.running_reward = state["history"]["running_reward"]
+    return state["history"]
 
-    def __init__(self, agent: FastAgent, args: argparse.Namespace) -> None:
-        kept = None
-        if args.resume:
-            state = checkpoint.load(args)
-            agent.load_state_dict(state)
-            kept = state["history"]
-            agent.running_reward = kept["running_reward"]
-        super().__init__(agent, args, kept)
 
-    def add(self, last_reward: float) -> None:
-        """Record an episode; after every `--log_interval` episodes, save the training."""
-        super().add(last_reward)
-        if self.episodes % self.args.log_interval == 0:
-            self.save()
-
-    def metrics(self) -> dict:
-        """Save the training, and return the metrics of all of it."""
-        self.save()
-        return super().metrics()
-
-    def save(self) -> None:
-        """Save the training as it is now, if there is a `--checkpoint`."""
-        if self.args.checkpoint:
-            state = {**self.agent.state_dict(), "history": self.kept}
-            checkpoint.save(self.args, state)
+def save(agent: FastAgent, history: History, args: argparse.Namespace) -> None:
+    """Save the agent and its history to `--checkpoint` if given."""
+    if args.checkpoint:
+        checkpoint.save(args, {**agent.state_dict(), "history": history.kept})
 
 
 def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
-    """Train as main.py does, with the fast agent and checkpoints."""
-    return tutorial.run_worker(rank, world_size, args, FastAgent, SavedHistory)
+    """Train as main.py does, with the fast agent, and save checkpoints."""
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args, RPC_THREADS))
+    metrics = None
+    if rank == 0:
+        agent = FastAgent(world_size, args)
+        history = History(agent, args, load(agent, args) if args.resume else None)
+        episode = history.kept["episodes"]  # 0, or those before the checkpoint
+        while agent.running_reward <= args.reward_threshold and episode < args.max_episodes:
+            agent.run_episode()
+            last_reward = agent.finish_episode()
+            history.add(last_reward)
+            episode += 1
+            if episode % args.log_interval == 0:
+                save(agent, history, args)
+        save(agent, history, args)  # with the episodes since the last checkpoint
+        metrics = history.metrics()
+    rpc.shutdown()
+    return metrics
 
 
 def build_parser() -> Parser:
-    """Return the parser of this program's flags: those of main.py, and of checkpoints."""
+    """Return the parser of this program's flags: those of main.py and those of checkpoints."""
     parser = tutorial.build_parser("rpc_rl/fast", __doc__)
-    # Each observer has its own generator, so as many have to go on.
+    # Each observer has its own generator, so their number must stay the same.
     parser.add_checkpoint_flags("with the same flags: only how long and where may differ")
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences where they are reported, else None."""
+    """Train, or compare with a single process if `--check` is given; see main.py."""
     args = build_parser().parse_args(argv)
     refuse_what_cannot_end(args)
     state = checkpoint.inspect(

@@ -1,6 +1,7 @@
-"""What a training leaves: its history, metrics.json, the picture, the line of numbers."""
+"""What a training run reports: its history, metrics.json, the picture, the summary line."""
 
 import argparse
+import math
 import time
 from typing import Protocol
 
@@ -19,54 +20,53 @@ WORDS = {
            "reward": "最も成績の悪いオブザーバーの報酬", "running": "移動平均報酬",
            "solved": "{threshold:g}を超えたら解決"},
 }
-# What a history keeps, and a checkpoint has of it.
+# A history keeps these values, and a checkpoint saves them.
 KEPT = {"episodes": int, "env_steps": int, "running_reward": float, "rewards": list,
         "running_rewards": list}
 
 
 class Learner(Protocol):
-    """Has what a history records: an agent."""
+    """An agent, as far as a history needs it."""
 
     running_reward: float
-    rewards: dict[int, list[float]]  # of an episode, by observer
+    rewards: dict[int, list[float]]  # rewards of the episode's steps, by observer
 
 
 class History:
-    """Records what `train` has reached so far, and shows it.
+    """The episodes of a training run so far, which it also shows.
 
     Args:
-        agent: whose running reward and steps are recorded.
-        args: the parsed flags.
-        kept: of the training that this one goes on with, if there is one.
+        agent: Agent whose running reward and steps are recorded.
+        args: Parsed flags.
+        kept: `KEPT` of the run that this run resumes; None for a new run.
     """
 
     def __init__(self, agent: Learner, args: argparse.Namespace, kept: dict | None = None) -> None:
         self.agent, self.args = agent, args
         self.kept = kept or {name: kind() for name, kind in KEPT.items()}  # 0, 0, 0.0, [], []
         self.resumed_steps, self.started = self.kept["env_steps"], time.perf_counter()
-        self.bar = report.progress(self.args.max_episodes, "episode", self.episodes, role="agent")
-
-    @property
-    def episodes(self) -> int:
-        """Return how many there were, those before a resumed checkpoint included."""
-        return self.kept["episodes"]
+        # The bar shows the running reward: how many episodes it will take is not known.
+        self.bar = report.progress(math.ceil(args.reward_threshold), "running reward",
+                                   int(self.kept["running_reward"]), role="agent")
+        self.bar.bar_format = "running reward {n:.0f}/{total} |{bar}| {elapsed}{postfix}"
 
     def add(self, last_reward: float) -> None:
-        """Record an episode."""
+        """Record an episode, given the reward of the worst observer."""
         agent, args = self.agent, self.args
         self.kept["episodes"] += 1
         self.kept["env_steps"] += sum(map(len, agent.rewards.values()))
         self.kept["running_reward"] = agent.running_reward
         self.kept["rewards"].append(last_reward)
         self.kept["running_rewards"].append(agent.running_reward)
-        self.bar.set_postfix_str(f"running reward {agent.running_reward:.1f}", refresh=False)
-        if self.bar.disable and self.episodes % args.log_interval == 0:  # not a terminal
-            report.log("agent", f"episode {self.episodes}  last reward {last_reward:.0f}  "
+        episodes = self.kept["episodes"]
+        if self.bar.disable and episodes % args.log_interval == 0:  # not a terminal
+            report.log("agent", f"episode {episodes}  last reward {last_reward:.0f}  "
                                 f"running reward {agent.running_reward:.2f}")
-        self.bar.update()
+        self.bar.update(min(int(agent.running_reward), self.bar.total) - self.bar.n)
+        self.bar.set_postfix_str(f"episode {episodes}")
 
     def metrics(self) -> dict:
-        """Return the metrics of the whole training; steps per second without the start."""
+        """Return the metrics of the whole run; the speed is that of the new steps."""
         train_s = time.perf_counter() - self.started
         self.bar.close()
         new_steps = self.kept["env_steps"] - self.resumed_steps
@@ -75,7 +75,7 @@ class History:
 
 
 def refuse_what_cannot_end(args: argparse.Namespace) -> None:
-    """Refuse, before any process starts, a threshold that is out of reach."""
+    """Refuse a threshold that is out of reach, before any process starts."""
     share = max(1, args.total_steps_per_episode // (args.world_size - 1))
     limit = gym.spec(ENV_NAME).max_episode_steps
     if args.reward_threshold >= min(share, limit) and not args.check:
@@ -87,7 +87,7 @@ def refuse_what_cannot_end(args: argparse.Namespace) -> None:
 
 
 def finish(metrics: dict, args: argparse.Namespace) -> dict:
-    """Draw the picture, write metrics.json, print the line of numbers; return the whole metrics."""
+    """Write metrics.json and the picture, print the summary line; return the saved metrics."""
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot(metrics, args)
     solved = "solved" if metrics["solved"] else "not solved"
@@ -98,7 +98,7 @@ def finish(metrics: dict, args: argparse.Namespace) -> dict:
 
 
 def plot(metrics: dict, args: argparse.Namespace) -> None:
-    """Draw `learning_curve.png`."""
+    """Draw `learning_curve.png`: the reward of each episode and the running reward."""
     path = args.output_dir / "learning_curve.png"
     for axes, words in picture.in_each_language(
             path, WORDS, [metrics], env=ENV_NAME, observers=args.world_size - 1,

@@ -1,22 +1,21 @@
-"""What a run leaves: metrics, a text of the model, the picture, the line of numbers."""
+"""What a run reports: metrics, a text written by the model, the picture, the summary line."""
 
 import math
-import time
 from argparse import Namespace
 
 from common import picture, report
 from common.report import NotFiniteError
 
 import torch
-import torch.distributed.autograd as dist_autograd
 from torch import nn
 from torch.distributed import rpc
-from torch.distributed.optim import DistributedOptimizer
 
 from rpc_rnn.data import Language, get_next_batch
 
+# RPC round trips of a step: forward, backward, optimizer step, release of the context.
+ROUND_TRIPS = 2 + 3 + 1 + 1
 SAMPLE_LENGTH = 200  # characters of generated text
-LARGEST_LOSS = 700  # nats: e to the power of more is no float any more
+LARGEST_LOSS = 700  # nats; the exponential of a larger loss overflows a float
 WORDS = {
     "en": {"title": "A language model on {processes} processes: {corpus}",
            "synthetic": "A language model on {processes} processes: a synthetic Markov language",
@@ -35,83 +34,60 @@ WORDS = {
 
 
 class History:
-    """Keeps what is reported of a training: losses of its epochs, its time, its round trips.
+    """The losses and the duration of a training run.
 
     Args:
-        args: the parsed flags.
-        table: the tokens that are trained on, in columns.
-        epochs: `{"loss", "val_loss"}` of each epoch so far, in nats per token.
-        initial_val_loss: the loss of the validation tokens before the first step.
-        opt: what steps the model.
+        args: Parsed flags.
+        table: Training tokens in columns, (length, batch_size).
+        epochs: `{"loss", "val_loss"}` of each finished epoch, in nats per token.
+        initial_val_loss: Loss of the validation tokens before the first step.
+
+    Attributes:
+        clock: Runs during each step.
     """
 
     def __init__(self, args: Namespace, table: torch.Tensor, epochs: list[dict[str, float]],
-                 initial_val_loss: float, opt: DistributedOptimizer) -> None:
-        self.epochs, self.initial_val_loss, self.opt = [*epochs], initial_val_loss, opt
-        self.steps, self.train_s, self.round_trips = 0, 0.0, None
+                 initial_val_loss: float) -> None:
+        self.epochs, self.initial_val_loss = [*epochs], initial_val_loss
+        self.losses, self.steps, self.clock = [], 0, report.Clock()
         self.role = rpc.get_worker_info().name
         n_steps = math.ceil((len(table) - 1) / args.bptt)  # of an epoch
         self.bar = report.progress(args.epochs * n_steps, "step", len(epochs) * n_steps,
                                    role=self.role)
 
-    def begin_epoch(self) -> None:
-        """Begin to count the time of an epoch."""
-        self.losses, self.began = [], time.perf_counter()
-
-    def add(self, loss: torch.Tensor, rows: int, context_id: int) -> None:
-        """Add a step.
-
-        Args:
-            loss: its mean loss of a token.
-            rows: how many rows of tokens it has read.
-            context_id: of its distributed autograd context, in which its round trips are counted.
+    def add(self, loss: torch.Tensor, rows: int) -> None:
+        """Add a step: its mean loss per token, and how many rows of tokens it read.
 
         Raises:
-            NotFiniteError: if the loss is not a number any more.
+            NotFiniteError: The loss is infinite or not a number.
         """
         at = f"at step {len(self.losses) + 1} of epoch {len(self.epochs) + 1}"
         self.losses.append((report.require_finite(loss, at), rows))
-        self.count_round_trips(context_id)
-        self.ended = time.perf_counter()
         self.bar.update()
 
-    def count_round_trips(self, context_id: int) -> None:
-        """Count the RPCs of a step by what they leave in its context, before it ends."""
-        context = dist_autograd._retrieve_context(context_id)  # torch has no public name for it
-        sent, received = len(context._send_functions()), len(context._recv_functions())
-        # Every tensor that came or went with a graph sends its gradient back.
-        forward, backward = received, sent + received
-        step = sum(not optimizer.is_owner() for optimizer in self.opt.remote_optimizers)
-        # At its end, the context is released on all other workers that know it.
-        release = len(set(context._known_worker_ids()) - {rpc.get_worker_info().id})
-        self.round_trips = forward + backward + step + release
-
     def end_epoch(self, val_loss: float) -> None:
-        """Add the epoch, with the loss of the validation tokens after it, and print its line."""
+        """Add an epoch and its validation loss, and print its line."""
         self.epochs.append({"loss": mean_loss(self.losses), "val_loss": val_loss})
         self.steps += len(self.losses)
-        self.train_s += self.ended - self.began  # without the validation
+        self.losses = []
         text = "epoch {}  loss {loss:.3f}  validation loss {val_loss:.3f}"
         report.log(self.role, text.format(len(self.epochs), **self.epochs[-1]))
 
 
 def mean_loss(losses: list[tuple[float, int]]) -> float:
-    """Return the mean loss of a token.
-
-    Args:
-        losses: (mean loss, how many rows of tokens it stands for) of each piece of text.
-    """
+    """Return the mean loss per token of pieces of text, each (mean loss, rows of tokens)."""
     rows = sum(n for _, n in losses)
     return sum(loss * n / rows for loss, n in losses)
 
 
 def evaluate(model: nn.Module, criterion: nn.Module, table: torch.Tensor, bptt: int) -> float:
-    """Return the mean loss of a token without dropout.
+    """Compute the mean loss per token without dropout.
 
     Args:
-        model, criterion: as in the training: an `RNNModel`, and a loss of scores and targets.
-        table: the tokens, in columns: shape (length, batch_size).
-        bptt: how many rows are read at a time.
+        model: The `RNNModel`.
+        criterion: Loss of scores (tokens, ntoken) and targets (tokens,).
+        table: Tokens in columns, (length, batch_size).
+        bptt: Number of rows in a piece of text.
     """
     model.set_mode(training=False, seed=0)
     hidden, losses = model.init_hidden(table.size(1)), []
@@ -123,7 +99,7 @@ def evaluate(model: nn.Module, criterion: nn.Module, table: torch.Tensor, bptt: 
 
 
 def generate(model: nn.Module, language: Language, seed: int) -> str:
-    """Write a text: draw each character by the model's probabilities, then read it as input."""
+    """Sample a text: draw each character from the model's prediction and feed it back."""
     model.set_mode(training=False, seed=seed)
     hidden, token, sample = model.init_hidden(batch_size=1), language.val[:1].view(1, 1), []
     with torch.no_grad():
@@ -135,16 +111,16 @@ def generate(model: nn.Module, language: Language, seed: int) -> str:
 
 
 def summary(history: History, model: nn.Module, language: Language, args: Namespace) -> dict:
-    """Return the metrics of a training; with `--corpus`, also "sample", a text of the model.
+    """Return the metrics of a training run; with `--corpus`, also "sample", a generated text.
 
     Args:
-        history: what has happened.
-        model: the `RNNModel` that has been trained.
-        language: what was learned.
-        args: the parsed flags.
+        history: Losses and duration of the run.
+        model: Trained `RNNModel`.
+        language: Language that the model learned.
+        args: Parsed flags.
 
     Raises:
-        NotFiniteError: if there is no perplexity.
+        NotFiniteError: The validation loss is too large for a perplexity.
     """
     history.bar.close()
     val_loss = history.epochs[-1]["val_loss"]
@@ -155,8 +131,8 @@ def summary(history: History, model: nn.Module, language: Language, args: Namesp
             "entropy_floor": language.entropy_floor,
             "floor_without_memory": language.floor_without_memory,
             "perplexity": math.exp(val_loss),
-            "steps_per_s": history.steps / history.train_s if history.steps else None,
-            "rpc_round_trips_per_step": history.round_trips,
+            "steps_per_s": report.per_second(history.steps, history.clock.seconds),
+            "rpc_round_trips_per_step": ROUND_TRIPS,
             **({"sample": generate(model, language, args.seed)} if args.corpus else {})}
 
 
@@ -164,38 +140,34 @@ def summary(history: History, model: nn.Module, language: Language, args: Namesp
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Write metrics.json, draw `loss.png`, print the line of numbers; return the whole metrics."""
+    """Write metrics.json and `loss.png`, print the summary line; return the saved metrics."""
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
-    plot([metrics], args)
+    plot(metrics, args)
     if "sample" in metrics:
         print(f"\n{metrics['sample']}\n")
     before, after = metrics["initial_val_loss"], metrics["epochs"][-1]["val_loss"]
     floor = "" if args.corpus else f" (the source's entropy is {metrics['entropy_floor']:.2f})"
-    speed = (f"{metrics['steps_per_s']:.0f} steps/s, "
-             f"{metrics['rpc_round_trips_per_step']} RPC round trips a step"
+    speed = (f"{metrics['steps_per_s']:.0f} steps/s, {ROUND_TRIPS} RPC round trips a step"
              if metrics["steps_per_s"] else "nothing left to train")
     print(f"loss {before:.2f} -> {after:.2f}{floor} | "
           f"validation perplexity {metrics['perplexity']:.2f} | {speed}")
     return metrics
 
 
-def plot(runs: list[dict], args: Namespace) -> None:
-    """Draw `loss.png`, from the metrics of one or several runs."""
+def plot(metrics: dict, args: Namespace) -> None:
+    """Draw `loss.png`: the losses per epoch and, if known, the lowest possible losses."""
     words = {language: {**texts, "title": texts["title" if args.corpus else "synthetic"]}
              for language, texts in WORDS.items()}
-    floors = runs[0]
-    for axes, texts in picture.in_each_language(args.output_dir / "loss.png", words, runs,
+    for axes, texts in picture.in_each_language(args.output_dir / "loss.png", words, [metrics],
                                                 processes=args.world_size, corpus=args.corpus):
-        epochs = range(1, len(floors["epochs"]) + 1)
-        losses, val_losses = ([[epoch[key] for epoch in run["epochs"]] for run in runs]
+        losses, val_losses = ([epoch[key] for epoch in metrics["epochs"]]
                               for key in ("loss", "val_loss"))
-        val_losses = [[run["initial_val_loss"], *of_run]
-                      for run, of_run in zip(runs, val_losses, strict=True)]
-        picture.line(axes, epochs, losses, ".-", color=picture.GREY, label=texts["training"])
-        picture.line(axes, [0, *epochs], val_losses, "o-", color="C0", label=texts["validation"])
-        if floors["entropy_floor"] is not None:
-            axes.axhline(floors["floor_without_memory"], color="C4", linestyle=":",
-                         label=texts["without_memory"])
-            axes.axhline(floors["entropy_floor"], color="C1", linestyle="--",
-                         label=texts["floor"])
+        axes.plot(range(1, 1 + len(losses)), losses, ".-", color=picture.GREY,
+                  label=texts["training"])
+        axes.plot([metrics["initial_val_loss"], *val_losses], "o-", color="C0",
+                  label=texts["validation"])
+        for key, name, color, style in (("floor_without_memory", "without_memory", "C4", ":"),
+                                        ("entropy_floor", "floor", "C1", "--")):
+            if metrics[key] is not None:
+                axes.axhline(metrics[key], color=color, linestyle=style, label=texts[name])
         axes.xaxis.get_major_locator().set_params(integer=True)

@@ -1,4 +1,4 @@
-"""Checkpoints of a model and optimizers that are spread over processes: save, refuse, restore."""
+"""Checkpoints of a model and optimizers on several processes: save, refuse, restore."""
 
 import io
 from argparse import Namespace
@@ -13,14 +13,14 @@ from torch.distributed.optim import DistributedOptimizer
 from rpc_rnn.data import Language
 from rpc_rnn.results import History
 
-PARTS = ("emb_table", "rnn", "decoder")  # how the names of their weights begin
+PARTS = ("emb_table", "rnn", "decoder")  # prefixes of the names of the weights
 
 
 class LocalRNNModel(nn.Module):
-    """Holds the whole model in one process, without RPC; it loads the "model" of a checkpoint.
+    """The whole model in one process, without RPC; it loads the "model" of a checkpoint.
 
     Args:
-        ntoken, ninp, nhid, nlayers: the sizes, as `RNNModel` has them.
+        ntoken, ninp, nhid, nlayers: Sizes, as in `RNNModel`.
     """
 
     def __init__(self, ntoken: int, ninp: int, nhid: int, nlayers: int) -> None:
@@ -31,13 +31,13 @@ class LocalRNNModel(nn.Module):
 
     def forward(self, input: torch.Tensor, hidden: tuple[torch.Tensor, torch.Tensor] | None = None,
                 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Turn tokens (T, B) and a state into scores (T, B, ntoken) and the next; no dropout."""
+        """Compute scores (T, B, ntoken) and the next state from tokens (T, B), without dropout."""
         output, hidden = self.rnn(self.emb_table["encoder"](input), hidden)
         return self.decoder["decoder"](output), hidden
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Fetch all parameters of an `RNNModel` from where they are, named as in `LocalRNNModel`."""
+    """Fetch all parameters of an `RNNModel` from their owners, named as in `LocalRNNModel`."""
     table, decoder = model.emb_table_rref, model.decoder_rref
     parts = {"emb_table": rpc.rpc_sync(table.owner(), _weights_of, args=(table,)),
              "rnn": _on_cpu(model.rnn.state_dict()),
@@ -46,14 +46,14 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def require_checkpoint(args: Namespace, language: Language | None) -> None:
-    """Refuse, before any process starts, a checkpoint from which `args` cannot go on.
+    """Refuse a checkpoint that `args` cannot continue, before any process starts.
 
     Args:
-        args: the parsed flags.
-        language: what is learned; None where only the server starts.
+        args: Parsed flags.
+        language: Language to learn; None if only the server starts here.
 
     Raises:
-        SystemExit: 2 after one line.
+        SystemExit: Status 2, after one line.
     """
     if language is None:
         return
@@ -70,7 +70,7 @@ def require_checkpoint(args: Namespace, language: Language | None) -> None:
 
 def save(model: nn.Module, opt: DistributedOptimizer, history: History, language: Language,
          args: Namespace) -> None:
-    """Write, with `--checkpoint`, the model and the optimizers' states, from where they are."""
+    """Fetch the model and the optimizers' states, and write them to `--checkpoint` if given."""
     if not args.checkpoint:
         return
     states = [rpc.rpc_sync(local.owner(), _optimizer_state, args=(local,))
@@ -82,7 +82,7 @@ def save(model: nn.Module, opt: DistributedOptimizer, history: History, language
 
 def restore(model: nn.Module, opt: DistributedOptimizer,
             args: Namespace) -> tuple[list[dict[str, float]], float]:
-    """Put the parts of a checkpoint where they belong; return its epochs, the loss before them."""
+    """Send the parts of a checkpoint to their owners; return its epochs and its initial loss."""
     state = checkpoint.load(args)
     parts = {part: {name.removeprefix(f"{part}."): tensor
                     for name, tensor in state["model"].items() if name.startswith(f"{part}.")}
@@ -108,13 +108,13 @@ def _load_weights(part_rref: rpc.RRef, weights: dict[str, torch.Tensor]) -> None
 
 
 def _optimizer_state(optimizer_rref: rpc.RRef) -> bytes:
-    """Pack an optimizer's state, where it is, as bytes: RPC carries no tensors on a GPU."""
+    """Return an optimizer's state, on its owner, as bytes, because RPC sends no GPU tensors."""
     buffer = io.BytesIO()
     torch.save(optimizer_rref.local_value().optim.state_dict(), buffer)
     return buffer.getvalue()
 
 
 def _load_optimizer_state(optimizer_rref: rpc.RRef, saved: bytes) -> None:
-    """Let an optimizer, where it is, go on from that state."""
+    """Load that state into an optimizer, on its owner."""
     state = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
     optimizer_rref.local_value().optim.load_state_dict(state)

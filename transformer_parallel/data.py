@@ -1,4 +1,4 @@
-"""What is learned: additions, character by character, "17+25=42". Nobody has to fetch a text."""
+"""The training text: additions, character by character, such as "17+25=42". Nothing is fetched."""
 
 import random
 from argparse import Namespace
@@ -10,14 +10,14 @@ END_OF_LINE = 95
 
 
 def batch_of(step: int, args: Namespace) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make the whole batch of a step, alike on every rank and with any number of them.
+    """Make the full batch of a step; it is the same on every rank, for any number of ranks.
 
     Args:
-        step: from 0.
-        args: the parsed flags.
+        step: Number of the step, from 0.
+        args: Parsed flags.
 
     Returns:
-        Tokens and the ones that follow them, both (batch_size, seq_len).
+        Tokens and the tokens that follow them, both (batch_size, seq_len).
     """
     draw = random.Random(f"{args.seed} {step}")
     rows = torch.tensor([encode(additions(draw, args.seq_len + 1)) for _ in range(args.batch_size)])
@@ -25,7 +25,7 @@ def batch_of(step: int, args: Namespace) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def additions(draw: random.Random, length: int) -> str:
-    """Draw so many characters of additions, from the middle of one on."""
+    """Sample `length` characters of additions, starting somewhere in the first one."""
     text, start = "", draw.randrange(6)
     while len(text) < start + length:
         first, second = draw.randrange(100), draw.randrange(100)

@@ -1,23 +1,24 @@
-r"""Data parallelism written out: each rank has the whole model and a part of the batch.
+r"""Data parallelism written out: each rank has the full model and a share of the batch.
 
-The gradients of all ranks are averaged, so that all make the same step. How, is what differs:
+All ranks average their gradients, so all ranks make the same update. The variants (--ways) differ
+in when they send gradients, and in how many gradients travel together:
 
-    each       after the backward, an all-reduce for each gradient
-    buckets    after the backward, an all-reduce for each megabyte of gradients
-    overlap    the same, each as soon as its gradients are there: backward goes on meanwhile
-    ddp        torch's DistributedDataParallel, which is the third
+    each       after the backward pass: one all-reduce for each gradient
+    buckets    after the backward pass: one all-reduce for each megabyte of gradients
+    overlap    during the backward pass: one all-reduce as soon as a bucket is full
+    ddp        PyTorch's DistributedDataParallel, which works like overlap
 
     backward   [ head, block 3 ][ block 2 ][ block 1 ][ block 0 ][ embedding ]
     overlap                     [bucket 0 ][bucket 1 ][bucket 2 ][bucket 3 ][4]  <- sent meanwhile
 
     python transformer_parallel/main.py                        the first three, on four ranks
-    python transformer_parallel/main.py --twin                 torch's own beside them
+    python transformer_parallel/main.py --builtin              and PyTorch's built-in version
     python transformer_parallel/main.py --ways overlap --bucket_kb 100
-    python transformer_parallel/main.py --accumulate 2         two backwards for each step
-    python transformer_parallel/main.py --check                the same numbers as one process?
+    python transformer_parallel/main.py --accumulate 2         two backward passes for each step
+    python transformer_parallel/main.py --check                compare with a single process
     torchrun --nproc_per_node 4 transformer_parallel/main.py
 
-It ends with:
+The run ends with:
     1,030,752 parameters on 4 ranks: the last losses of each, buckets, overlap differ by 0e+00
 """
 
@@ -39,32 +40,35 @@ from transformer_parallel import results
 from transformer_parallel.data import batch_of
 from transformer_parallel.model import Shape, Transformer, loss_of
 
+Weights = dict[str, torch.Tensor]  # by name
+
 
 class Way:
-    """Trains a model, whole on each rank, on a part of the batch; other ways override what differs.
+    """A variant of training; this one holds the full model and reads a share of the batch.
 
-    `train` calls in each step, in this order, `part`, `forward_backward`, `finish_gradients`, the
-    optimizer's step, `after_step` and `reported`; at the end `figures`.
+    The other variants override what differs. `train` calls in each step, in this order: `part`,
+    `forward_backward`, `finish_gradients`, the optimizer's step, `after_step` and `reported`. It
+    calls `figures` after the last step.
     """
 
     def __init__(self, model: nn.Module, args: Namespace) -> None:
         self.model, self.size = model, dist.get_world_size()
-        self.accumulate = args.accumulate  # backwards of a step
+        self.accumulate = args.accumulate  # backward passes of a step
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return what this rank's optimizer steps."""
+        """Return the parameters that this rank's optimizer updates."""
         return self.model.parameters()
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a batch."""
+        """Return this rank's rows of a batch: (B, T) to (B / N, T)."""
         return whole.chunk(self.size)[dist.get_rank()]
 
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of what this rank has of the batch."""
+        """Return the mean loss of some of this rank's rows."""
         return loss_of(self.model(tokens), targets)
 
     def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Add up the gradients of the pieces of this rank's part; return the loss of all."""
+        """Accumulate the gradients of this rank's rows, piece by piece; return their mean loss."""
         loss, n = torch.zeros((), device=tokens.device), self.accumulate
         pieces = zip(tokens.chunk(n), targets.chunk(n), strict=True)
         for number, piece in enumerate(pieces, start=1):
@@ -75,26 +79,26 @@ class Way:
         return loss
 
     def no_sync(self) -> contextlib.AbstractContextManager:
-        """Return what stands around a backward whose gradients are not averaged yet."""
+        """Return the context of a backward pass whose gradients are not averaged yet."""
         return contextlib.nullcontext()
 
     def finish_gradients(self) -> None:
-        """Complete the gradients, where backward has not: here it has."""
+        """Complete the gradients after the backward pass: here, nothing is left to do."""
 
     def after_step(self) -> None:
-        """Do what remains to be done when the optimizer has stepped: here, nothing."""
+        """Finish the step after the optimizer: here, nothing is left to do."""
 
     def reported(self, loss: torch.Tensor) -> float:
-        """Return the loss of the whole batch, on all ranks."""
-        return results.mean_of_ranks(loss)
+        """Return the loss of the full batch, on all ranks."""
+        return mean_of_ranks(loss)
 
     def figures(self) -> dict[str, float | list]:
-        """Return what else there is to be shown of this way, by its heading."""
+        """Return further numbers of this variant for the table, by their headings."""
         return {}
 
 
 class Each(Way):
-    """Averages each gradient by itself, when backward is over."""
+    """One all-reduce for each gradient, after the backward pass."""
 
     def finish_gradients(self) -> None:
         """Average the gradients."""
@@ -104,7 +108,7 @@ class Each(Way):
 
 
 class Buckets(Way):
-    """Averages many gradients at once: they lie in a few long vectors, in backward's order."""
+    """One all-reduce for many gradients: they lie in a few long vectors, in backward's order."""
 
     def __init__(self, model: nn.Module, args: Namespace) -> None:
         super().__init__(model, args)
@@ -117,7 +121,7 @@ class Buckets(Way):
             self.buckets.append((vector, parameters))
 
     def averaged(self) -> list[nn.Parameter]:
-        """Return whose gradients are averaged, in the order of the model."""
+        """Return the parameters whose gradients are averaged, in the order of the model."""
         return list(self.model.parameters())
 
     def finish_gradients(self) -> None:
@@ -128,7 +132,7 @@ class Buckets(Way):
 
 
 class Overlap(Buckets):
-    """Sends a bucket as soon as it is full, while backward computes the next gradients."""
+    """Buckets that leave as soon as they are full, while backward computes the next gradients."""
 
     def __init__(self, model: nn.Module, args: Namespace) -> None:
         super().__init__(model, args)
@@ -141,22 +145,22 @@ class Overlap(Buckets):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward only add to the gradients."""
+        """Let the backward pass only add to the gradients."""
         self.syncing = False
         yield
         self.syncing = True
 
     def one_is_there(self, number: int) -> None:
-        """Note a gradient of a bucket; autograd calls it. The last one sends the bucket."""
+        """Count a gradient of a bucket, and send the full bucket; autograd calls this hook."""
         if self.syncing:
             self.missing[number] -= 1
-            # All ranks have the same graph, so they fill their buckets in the same order. DDP,
-            # which cannot know, sends them in the order of their numbers.
+            # All ranks have the same graph, so they fill their buckets in the same order. DDP
+            # cannot rely on that and sends the buckets in the order of their numbers.
             if self.missing[number] == 0:
                 self.works.append(dist.all_reduce(self.buckets[number][0], async_op=True))
 
     def finish_gradients(self) -> None:
-        """Wait for what is still on its way."""
+        """Wait for the buckets that are still on their way."""
         for work in self.works:
             work.wait()
         for vector, _ in self.buckets:
@@ -165,24 +169,24 @@ class Overlap(Buckets):
 
 
 class TorchDDP(Way):
-    """Leaves it to DistributedDataParallel, whose backward ends when all is averaged."""
+    """PyTorch's DistributedDataParallel, whose backward pass ends with averaged gradients."""
 
     def __init__(self, model: nn.Module, args: Namespace) -> None:
         super().__init__(DDP(model, bucket_cap_mb=args.bucket_kb * 1000 / 2**20,
                              gradient_as_bucket_view=True), args)
 
     def no_sync(self) -> contextlib.AbstractContextManager:
-        """Return DDP's own."""
+        """Return DDP's own context."""
         return self.model.no_sync()
 
 
 WAYS = {"each": Each, "buckets": Buckets, "overlap": Overlap, "ddp": TorchDDP}
-TWINS = {"overlap": "ddp"}  # of a way, torch's own
+BUILTIN = {"overlap": "ddp"}  # {variant: PyTorch's built-in version of it}
 
 
 def split_into_buckets(parameters: Sequence[nn.Parameter],
                        n_bytes: int) -> list[list[nn.Parameter]]:
-    """Cut a list into buckets; the parameter that brings one to `n_bytes` closes it."""
+    """Split a list into buckets; the parameter that fills a bucket to `n_bytes` is its last."""
     lists, held = [[]], 0
     for parameter in parameters:
         if held >= n_bytes:
@@ -193,19 +197,29 @@ def split_into_buckets(parameters: Sequence[nn.Parameter],
     return lists
 
 
+def mean_of_ranks(value: torch.Tensor) -> float:
+    """Average a number over the ranks; every rank gets the mean as a float."""
+    mean = value.detach().clone()
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).item()
+
+
 def train(rank: int, world_size: int, make_way: type[Way], args: Namespace) -> dict:
-    """Train in one way.
+    """Train one variant.
 
     Returns:
-        The loss of each step, as the mean of all ranks; the seconds of each step, and how many of
-        them this rank has only waited for gradients; of the last step, what this rank has sent, and
-        what it holds at the end of backward.
+        The loss of each step, as the mean over the ranks; the seconds of each step, and the seconds
+        that this rank waited for gradients; what this rank sent in the last step, and what it held
+        at the end of that backward pass, in bytes.
+
+    Raises:
+        NotFiniteError: A loss is infinite or NaN.
     """
     device = device_of_group(args)
-    # Each rank makes the whole model, also where it then keeps a part. One that no rank could hold
-    # would be made on torch's device "meta", and each rank would fill in its part.
+    # Each rank makes the full model, even if it keeps a shard only. A model that no rank can hold
+    # would be made on torch's device "meta", and each rank would fill in its shard.
     torch.manual_seed(args.seed)  # the same weights on all ranks
-    way = make_way(Transformer(Shape(blocks=args.blocks)).to(device), args)
+    way = make_way(Transformer(args.shape).to(device), args)
     way.optimizer = optim.AdamW(way.parameters(), lr=args.lr)
     losses, meter = [], results.Meter(way, device)
     for step in range(args.steps):
@@ -224,11 +238,11 @@ def train(rank: int, world_size: int, make_way: type[Way], args: Namespace) -> d
 
 def run_worker(rank: int, world_size: int, args: Namespace,
                ways: Mapping[str, type[Way]] = WAYS) -> dict | None:
-    """Join, train in each way, leave; rank 0 returns what all have measured."""
+    """Join the group, train each variant, leave; rank 0 returns what all ranks measured."""
     dist.init_process_group(**group_options(args, device_of_group(args)), rank=rank,
                             world_size=world_size)
     if rank == 0 and args.device == "cuda" and dist.get_backend() == "gloo":
-        report.log("rank0", "there is no GPU for each rank: on the CPU")
+        report.log("rank0", "not every rank has a GPU of its own: using the CPU")
     measured = {}
     for name in dict.fromkeys(args.ways):
         measured[name] = [None] * world_size
@@ -241,71 +255,123 @@ def run_worker(rank: int, world_size: int, args: Namespace,
     return {"backend": backend, "measured": measured} if rank == 0 else None
 
 
-class WaysParser(Parser):
-    """Parses the flags that all programs of this folder have.
+def costs_of_each(args: Namespace, n: int, weights: Weights, calls: int | None = None) -> dict:
+    """Derive what a rank sends in a step and holds: 2 P (n-1)/n bytes; P, P and 2 P.
+
+    `--check` compares these numbers with the counted ones.
 
     Args:
-        example: the name of the program.
-        description: its docstring.
-        ways: what `--ways` can name.
-        twins: torch's own, by the way to which it belongs.
+        args: Parsed flags.
+        n: Number of ranks.
+        weights: Parameters of the full model, by name.
+        calls: Number of all-reduces; by default, one for each gradient.
+
+    Returns:
+        Numbers by name; a list has a number for each rank.
+    """
+    p = bytes_of(weights)
+    return {"calls": {"all_reduce": calls or len(weights)}, "bytes sent": 2 * p * (n - 1) / n,
+            "weights held": p, "gradients held": p, "state held": 2 * p}
+
+
+def costs_of_buckets(args: Namespace, n: int, weights: Weights) -> dict:
+    """Derive the same with one all-reduce for each bucket; see `costs_of_each`."""
+    return costs_of_each(args, n, weights, calls=len(gradients_of_buckets(args, weights)))
+
+
+def costs_of_overlap(args: Namespace, n: int, weights: Weights) -> dict:
+    """Derive the same; all gradients after the first bucket are computed while it is sent."""
+    behind = len(weights) - gradients_of_buckets(args, weights)[0] + 1
+    return {**costs_of_buckets(args, n, weights), "gradients behind a bucket": behind}
+
+
+def gradients_of_buckets(args: Namespace, weights: Weights) -> list[int]:
+    """Count the gradients of each bucket, without the code that makes the buckets."""
+    counts, n_bytes = [0], 0
+    for weight in reversed(weights.values()):
+        if n_bytes >= 1000 * args.bucket_kb:
+            counts, n_bytes = [*counts, 0], 0
+        counts[-1] += 1
+        n_bytes += weight.nbytes
+    return counts
+
+
+def bytes_of(weights: Weights) -> int:
+    """Return the bytes of all weights."""
+    return sum(weight.nbytes for weight in weights.values())
+
+
+COSTS = {"each": costs_of_each, "buckets": costs_of_buckets, "overlap": costs_of_overlap}
+
+
+class WaysParser(Parser):
+    """Parser of the flags that all programs of this folder share.
+
+    Args:
+        example: Name of the program.
+        description: Docstring of the program.
+        ways: Variants that `--ways` can name.
+        builtin: PyTorch's built-in version of a variant, by the variant's name.
     """
 
     def __init__(self, example: str, description: str, ways: Mapping[str, type[Way]],
-                 twins: Mapping[str, str]) -> None:
+                 builtin: Mapping[str, str]) -> None:
         super().__init__(example, description, world_size=4, min_world_size=2)
-        self.own, self.twins = [way for way in ways if way not in twins.values()], twins
+        self.builtin = builtin
+        self.written_out = [way for way in ways if way not in builtin.values()]
         add, count = self.add_argument, bounded(int, at_least=1)
         add("--ways", choices=ways, nargs="+", metavar="WAY",
-            help=f"some of {', '.join(ways)} (default: all but those of --twin)")
-        add("--twin", action="store_true",
-            help=f"torch's own beside them: {', '.join(twins.values())}; --check without --ways "
-                 "has them, too")
-        add("--steps", type=count, default=10, metavar="N", help="optimizer steps of each way")
+            help=f"variants to train: some of {', '.join(ways)} (default: all but those of "
+                 "--builtin)")
+        add("--builtin", action="store_true",
+            help=f"also train PyTorch's built-in versions: {', '.join(builtin.values())}; --check "
+                 "without --ways includes them")
+        add("--steps", type=count, default=10, metavar="N",
+            help="optimizer steps of each variant")
         add("--batch_size", type=count, default=24, metavar="N",
-            help="rows of all ranks, in a step")
-        add("--seq_len", type=count, default=64, metavar="N", help="characters in a row")
+            help="rows of a batch, over all ranks")
+        add("--seq_len", type=count, default=64, metavar="N", help="characters of a row")
         add("--lr", type=bounded(float, above=0), default=0.001, help="learning rate of AdamW")
         add("--blocks", type=bounded(int, at_least=1, at_most=1000), default=4, metavar="N",
-            help="of the model; each has 250,704 parameters")
-        self.set_defaults(accumulate=1, bucket_kb=1000)  # other values are main.py's
+            help="number of blocks of the model, of 250,704 parameters each")
+        self.set_defaults(accumulate=1, bucket_kb=1000)  # only main.py has flags for these
 
     def parse_args(self, args: Sequence[str] | None = None,
                    namespace: Namespace | None = None) -> Namespace:
-        """Parse, and choose the ways; see `Parser.parse_args`."""
+        """Parse the flags, choose the variants and the model's shape; see `Parser.parse_args`."""
         args = super().parse_args(args, namespace)
-        with_twins = args.twin or (args.check and args.ways is None)
-        args.ways = args.ways or self.own
-        if with_twins:
-            args.ways = args.ways + [self.twins[way] for way in args.ways if way in self.twins]
+        with_builtin = args.builtin or (args.check and args.ways is None)
+        args.ways = args.ways or self.written_out
+        if with_builtin:
+            args.ways = args.ways + [self.builtin[way] for way in args.ways if way in self.builtin]
+        args.shape = Shape(blocks=args.blocks)
         return args
 
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = WaysParser("transformer_parallel", __doc__, WAYS, TWINS)
+    parser = WaysParser("transformer_parallel", __doc__, WAYS, BUILTIN)
     add, count = parser.add_argument, bounded(int, at_least=1)
-    add("--bucket_kb", type=count, metavar="N",
-        help="kilobytes of gradients that are sent together")
+    add("--bucket_kb", type=count, metavar="N", help="kilobytes of gradients in a bucket")
     add("--accumulate", type=count, metavar="N",
-        help="gradient accumulation: backwards of each step, whose gradients are added up")
+        help="gradient accumulation: backward passes of each step")
     return parser
 
 
 def require_equal_parts(args: Namespace) -> None:
-    """Refuse a batch that does not divide: the mean of means of unequal parts is not the mean.
+    """Refuse a batch that the ranks cannot split evenly: a mean of means would not be the mean.
 
     Raises:
         SystemExit: 2 after one line.
     """
     if args.batch_size % (args.world_size * args.accumulate):
-        backwards = f" x {args.accumulate} backwards" if args.accumulate > 1 else ""
+        backwards = f" x {args.accumulate} backward passes" if args.accumulate > 1 else ""
         refuse(f"--batch_size {args.batch_size} must be a multiple of {args.world_size} "
-               f"ranks{backwards}: every part has as many rows")
+               f"ranks{backwards}: all parts must have the same number of rows")
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences where they are reported, else None."""
+    """Train; return the metrics (with `--check`, the differences) on the reporting process."""
     args = build_parser().parse_args(argv)
     results.require_room(args, copies=args.world_size)
     require_equal_parts(args)

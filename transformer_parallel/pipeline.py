@@ -1,34 +1,39 @@
 r"""Pipeline parallelism: each rank has some blocks; micro-batches pass through all of them.
 
-Stage s is on rank s % ranks. Whoever waits for the stage before (in backward, behind) is idle: the
-bubble. The order in which a rank computes decides how long, and how many micro-batches it holds:
+Stage s is on rank s % ranks. A rank is idle while it waits for the stage before it (in backward,
+for the stage after it): the bubble. The order of a rank's computations decides how long the bubble
+is, and how many micro-batches the rank holds:
 
     --ways        order of a rank                      bubble              held at most
     gpipe         all forwards, then all backwards     (n-1) / (m+n-1)     m
     1f1b          a backward as soon as there is one   the same            n - rank
-    interleaved   two short stages in place of one     (n-1) / (2m+n-1)    3n - 1 - 2 rank, in one
-                                                                           of its two stages each
+    interleaved   two short stages instead of one      (n-1) / (2m+n-1)    3n - 1 - 2 rank, each in
+                                                                           one of its two stages
     torch_gpipe, torch_1f1b, torch_interleaved: the same, by torch.distributed.pipelining
 
-Of n ranks and m micro-batches, where a backward takes twice as long as a forward. Here four ranks
-share what cores there are, so the seconds show no bubble; it is computed from the order.
+Here n is the number of ranks, m the number of micro-batches, and a backward takes twice as long as
+a forward. Ranks that share the cores of one machine show no bubble in their seconds; the program
+computes it from the orders.
 
     1f1b, 3 ranks, 4 micro-batches
     rank 0   F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
     rank 1      F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
     rank 2         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
 
-    python transformer_parallel/pipeline.py                 on four ranks
-    python transformer_parallel/pipeline.py --twin          torch's own beside them
-    python transformer_parallel/pipeline.py --micro_batches 4
-    python transformer_parallel/pipeline.py --check         the same numbers as one process?
+`train` of main.py calls `forward_backward`, which computes all actions of a step.
 
-Sources: Huang et al., "GPipe", https://arxiv.org/abs/1811.06965; for 1F1B Harlap et al.,
-"PipeDream", https://arxiv.org/abs/1806.03377, there without an end of each step; with one, and for
-`interleaved`, Narayanan et al., https://arxiv.org/abs/2104.04473.
+    python transformer_parallel/pipeline.py                 on four ranks
+    python transformer_parallel/pipeline.py --builtin       and PyTorch's built-in versions
+    python transformer_parallel/pipeline.py --micro_batches 4
+    python transformer_parallel/pipeline.py --check         compare with a single process
+
+Sources: Huang et al., "GPipe", https://arxiv.org/abs/1811.06965; Harlap et al., "PipeDream",
+https://arxiv.org/abs/1806.03377, for 1F1B without an end of each step; Narayanan et al.,
+https://arxiv.org/abs/2104.04473, for 1F1B with such an end, and for `interleaved`.
 """
 
 from argparse import Namespace
+from collections.abc import Callable
 from typing import NamedTuple
 
 from common.cli import Parser, bounded, refuse
@@ -46,12 +51,12 @@ from torch.distributed.pipelining import (
 
 from transformer_parallel import main as data_parallel
 from transformer_parallel import results
-from transformer_parallel.main import Way
-from transformer_parallel.model import Transformer, embed, loss_of
+from transformer_parallel.main import Way, Weights, bytes_of
+from transformer_parallel.model import Transformer, embed, loss_of, unit_of
 
 
 class Action(NamedTuple):
-    """Names one computation of a rank: "F" or "B", of a micro-batch, in one of its stages."""
+    """One computation of a rank: "F" or "B" of a micro-batch, in one of the rank's stages."""
 
     kind: str
     micro: int
@@ -64,14 +69,14 @@ def gpipe(rank: int, n: int, m: int) -> list[Action]:
 
 
 def one_f_one_b(rank: int, n: int, m: int) -> list[Action]:
-    """Return the order of a rank: from its first backward on, a forward and a backward in turns."""
+    """Return the order of a rank: after its first backward, it alternates forward and backward."""
     forwards = [Action("F", i, rank) for i in range(m)]
     backwards = [Action("B", i, rank) for i in range(m)]
     return in_turns(forwards, backwards, n - rank - 1)
 
 
 def interleaved(rank: int, n: int, m: int) -> list[Action]:
-    """Return the order of a rank that has two stages: n micro-batches in one, then in the other."""
+    """Return the order of a rank with two stages: n micro-batches in one, then in the other."""
     def of(number, first, second):
         group, within = divmod(number, 2 * n)
         return group * n + within % n, first if within < n else second
@@ -82,7 +87,7 @@ def interleaved(rank: int, n: int, m: int) -> list[Action]:
 
 
 def in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """Mix two lists: so many forwards ahead, then one of each, at last the other backwards."""
+    """Mix two lists: first `ahead` forwards, then one of each, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -91,18 +96,18 @@ def in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> lis
 
 
 class Stage(nn.Module):
-    """Has some blocks; the first stage has the embedding, too, the last one norm and head."""
+    """Some blocks; the first stage also has the embedding, the last one the norm and the head."""
 
     def __init__(self, model: Transformer, number: int, of: int) -> None:
         super().__init__()
         mine = torch.arange(len(model.blocks)).tensor_split(of)[number].tolist()
-        # By the names that they have in the model: a checkpoint of all stages is one of the model.
+        # Under their names in the model: a checkpoint of all stages is one of the model.
         self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in mine})
         self.embedding = model.embedding if number == 0 else None
         self.norm, self.head = (model.norm, model.head) if number == of - 1 else (None, None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the blocks, of tokens (B, T) or of what the stage before has sent."""
+        """Compute the blocks from tokens (B, T), or from the output of the stage before."""
         x = x if self.embedding is None else embed(self.embedding, x)
         for block in self.blocks.values():
             x = block(x)
@@ -110,9 +115,9 @@ class Stage(nn.Module):
 
 
 class Pipeline(Way):
-    """Computes the actions of this rank, in the order of a schedule.
+    """GPipe: this rank's actions, in the order of a schedule.
 
-    Every rank has the whole batch: the first stage reads the tokens, the last one those after them.
+    Every rank has the full batch: the first stage reads the tokens, the last one the targets.
     """
 
     schedule, stages_of_rank = staticmethod(gpipe), 1
@@ -129,14 +134,14 @@ class Pipeline(Way):
         self.order, self.in_flight = self.schedule(self.rank, self.n, self.m), 0
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the whole batch."""
+        """Return the full batch."""
         return whole
 
     def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute all actions; return the loss, where the last stage is, and 0 elsewhere."""
+        """Compute all actions; return the loss on the rank of the last stage, 0 on other ranks."""
         self.tokens, self.targets = tokens.chunk(self.m), targets.chunk(self.m)
         self.held = {}  # {(stage, micro): (input, output, request that sends the output)}
-        self.returning = []  # [(request, gradient)]: what is being sent must stay; all of a step
+        self.returning = []  # [(request, gradient)]: keeps tensors alive while they are sent
         self.total = torch.zeros((), device=tokens.device)
         for kind, micro, stage in self.order:
             (self.forward if kind == "F" else self.backward)(stage, micro)
@@ -157,52 +162,52 @@ class Pipeline(Way):
         self.held[stage, micro] = x, y, sent
 
     def backward(self, stage: int, micro: int) -> None:
-        """Take a micro-batch back through a stage, and send the gradient of its input back."""
+        """Compute a backward in a stage, and send the gradient of its input back."""
         x, y, sent = self.held.pop((stage, micro))
         y.backward(None if stage == self.last else self.receive(micro, stage + 1))
         if sent is not None:
-            sent.wait()  # at once: its gradient has come back
+            sent.wait()  # returns at once, because the gradient of this output has arrived
         if stage > 0:
             self.returning.append((self.send(x.grad, stage - 1), x.grad))
 
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
-        """Send without waiting: the other rank may itself be sending."""
-        # No tag: what a rank sends another one, that one takes in the same order, in each schedule.
-        # With nccl a send may wait until it is received. Then gradients, which go the other way,
-        # need a group of their own; for messages as short as these nccl has buffers.
+        """Send without waiting, because the other rank may be sending, too."""
+        # No tag: in each schedule, a rank receives messages in the order in which they were sent.
+        # With nccl, a send may wait until it is received. Then gradients, which travel the other
+        # way, need a group of their own. nccl has buffers for messages as short as these.
         return dist.isend(tensor, group=self.group, group_dst=to % self.n)
 
     def receive(self, micro: int, source: int) -> torch.Tensor:
-        """Wait for what another stage sends: activations, or their gradient."""
+        """Wait for the activations, or their gradient, from another stage."""
         rows, length = self.tokens[micro].shape
         x = torch.empty(rows, length, self.width, device=self.tokens[0].device)
         dist.recv(x, group=self.group, group_src=source % self.n)
         return x
 
     def reported(self, loss: torch.Tensor) -> float:
-        """Return the loss, which one rank knows."""
-        return results.mean_of_ranks(loss * self.n)
+        """Return the loss, which only one rank knows, on all ranks."""
+        return data_parallel.mean_of_ranks(loss * self.n)
 
     def figures(self) -> dict[str, float]:
-        """Return the most micro-batches that this rank has held, and the bubble of the order."""
+        """Return the largest number of micro-batches that this rank held, and the bubble."""
         return {"in flight": self.in_flight,
                 "bubble": bubble([self.schedule(rank, self.n, self.m) for rank in range(self.n)])}
 
 
 class OneFOneB(Pipeline):
-    """Computes a backward as soon as there is one: it holds fewer micro-batches."""
+    """1F1B: a backward as soon as possible, so the rank holds fewer micro-batches."""
 
     schedule = staticmethod(one_f_one_b)
 
 
 class Interleaved(Pipeline):
-    """Has two short stages on each rank: the first micro-batch is sooner at the end."""
+    """Two short stages on each rank, so the first micro-batch reaches the last stage earlier."""
 
     schedule, stages_of_rank = staticmethod(interleaved), 2
 
 
 class TorchGPipe(Pipeline):
-    """Leaves the first to torch.distributed.pipelining."""
+    """PyTorch's GPipe, from torch.distributed.pipelining."""
 
     torch_schedule_class = ScheduleGPipe
 
@@ -215,39 +220,40 @@ class TorchGPipe(Pipeline):
             stages if len(stages) > 1 else stages[0], self.m, loss_fn=loss_of)
 
     def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Let torch compute the order; it wants tokens in the first stage, targets in the last."""
-        losses, first = [], [tokens.contiguous()] if self.rank == 0 else []  # 2.11 asks for that
+        """Let PyTorch run the schedule: tokens go to the first stage, targets to the last."""
+        losses, first = [], [tokens.contiguous()] if self.rank == 0 else []  # as torch 2.11 needs
         self.torch_schedule.step(*first, target=targets, losses=losses)
         loss = torch.stack(losses).mean() if losses else torch.zeros((), device=tokens.device)
         return loss.detach()
 
     def figures(self) -> dict[str, float]:
-        """Return nothing: torch does not tell."""
+        """Return nothing: PyTorch does not report these numbers."""
         return {}
 
 
 class Torch1F1B(TorchGPipe):
-    """Leaves the second to torch."""
+    """PyTorch's 1F1B."""
 
     torch_schedule_class = Schedule1F1B
 
 
 class TorchInterleaved(TorchGPipe):
-    """Leaves the third to torch."""
+    """PyTorch's interleaved 1F1B."""
 
     torch_schedule_class, stages_of_rank = ScheduleInterleaved1F1B, 2
 
 
 WAYS = {"gpipe": Pipeline, "1f1b": OneFOneB, "interleaved": Interleaved,
         "torch_gpipe": TorchGPipe, "torch_1f1b": Torch1F1B, "torch_interleaved": TorchInterleaved}
-TWINS = {way: f"torch_{way}" for way in ("gpipe", "1f1b", "interleaved")}  # torch's own
+# {variant: PyTorch's built-in version of it}
+BUILTIN = {way: f"torch_{way}" for way in ("gpipe", "1f1b", "interleaved")}
 
 
 def bubble(orders: list[list[Action]]) -> float:
-    """Return the share of the time in which a rank is idle, if nothing but computing takes time.
+    """Return the fraction of time in which a rank is idle, if only computations take time.
 
     Args:
-        orders: of each rank. A forward takes 1, a backward 2, where a rank has one stage.
+        orders: Actions of each rank, in order. A forward takes 1 unit of time, a backward 2.
     """
     ends, clocks, todo = {}, [0] * len(orders), [iter(order) for order in orders]
     last = max(action.stage for order in orders for action in order)
@@ -268,43 +274,83 @@ def bubble(orders: list[list[Action]]) -> float:
 
 
 def needed_by(action: Action, last: int) -> Action | None:
-    """Return what must have been computed before an action; None for the first forward."""
+    """Return the action that must end before this one begins; None for a first forward."""
     kind, micro, stage = action
     if kind == "F":
         return Action("F", micro, stage - 1) if stage > 0 else None
     return Action("B", micro, stage + 1) if stage < last else Action("F", micro, last)
 
 
+def costs_of_stages(stages: int, in_flight: Callable[[int, int, int], int]) -> Callable[..., dict]:
+    """Return what derives the costs of a pipeline; see `costs_of_each` of main.py.
+
+    Args:
+        stages: Number of stages on each rank.
+        in_flight: `in_flight(rank, n, m)`, the number of micro-batches that a rank holds.
+    """
+    def costs(args: Namespace, n: int, weights: Weights) -> dict:
+        m, item = args.micro_batches, next(iter(weights.values())).itemsize
+        activations = item * args.batch_size * args.seq_len * args.shape.units
+        of_stages = weights_of_stages(args, stages * n, weights)
+        held = [sum(map(bytes_of, of_stages[rank::n])) for rank in range(n)]
+        # Each stage of a rank sends a batch on, and its gradients back; but the first stage sends
+        # no gradients, and the last stage no batch.
+        batches = [2 * stages - (rank == 0) - (rank == n - 1) for rank in range(n)]
+        return {"calls": [{"send": m * number} if number else {} for number in batches],
+                "bytes sent": [activations * number for number in batches],
+                "weights held": held, "gradients held": held,
+                "state held": [2 * of_rank for of_rank in held],
+                "in flight": [in_flight(rank, n, m) for rank in range(n)],
+                "bubble": [(n - 1) / (stages * m + n - 1)] * n, "never waited for": [0] * n}
+    return costs
+
+
+def weights_of_stages(args: Namespace, stages: int, weights: Weights) -> list[Weights]:
+    """Return the weights of each stage."""
+    blocks = [of_stage.tolist() for of_stage in torch.arange(args.blocks).tensor_split(stages)]
+    units = [{f"blocks.{number}" for number in of_stage} for of_stage in blocks]
+    units[0] |= {"embedding"}
+    units[-1] |= {"norm", "head"}
+    return [{name: weight for name, weight in weights.items() if unit_of(name) in of_stage}
+            for of_stage in units]
+
+
+COSTS = {"gpipe": costs_of_stages(1, lambda rank, n, m: m),
+         "1f1b": costs_of_stages(1, lambda rank, n, m: min(n - rank, m)),
+         "interleaved": costs_of_stages(2, lambda rank, n, m: min(2 * m, 3 * n - 1 - 2 * rank))}
+
+
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Train as `main.py`, in these ways."""
+    """Train these variants; see main.py."""
     return data_parallel.run_worker(rank, world_size, args, WAYS)
 
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = data_parallel.WaysParser("transformer_parallel/pipeline", __doc__, WAYS, TWINS)
+    parser = data_parallel.WaysParser("transformer_parallel/pipeline", __doc__, WAYS, BUILTIN)
     parser.add_argument("--micro_batches", type=bounded(int, at_least=1), default=8, metavar="N",
-                        help="pieces of the batch")
-    parser.set_defaults(blocks=8)  # two stages of a block, on each of four ranks
+                        help="micro-batches: pieces of a batch")
+    parser.set_defaults(blocks=8)  # two stages of one block, on each of four ranks
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences where they are reported, else None."""
+    """Train; return the metrics (with `--check`, the differences) on the reporting process."""
     args = build_parser().parse_args(argv)
     results.require_room(args, copies=1)
     n, twice = args.world_size, [way for way in args.ways if WAYS[way].stages_of_rank == 2]
     stages = n * (2 if twice else 1)
     if args.batch_size % args.micro_batches:
         refuse(f"--batch_size {args.batch_size} must be a multiple of --micro_batches "
-               f"{args.micro_batches}: every one has as many rows")
+               f"{args.micro_batches}: all micro-batches must have the same number of rows")
     if args.blocks < stages:
-        refuse(f"--blocks {args.blocks} must be at least {stages}: each stage needs one")
+        refuse(f"--blocks {args.blocks} must be at least {stages}: each stage needs a block")
     if twice and args.micro_batches % n:
         refuse(f"--micro_batches {args.micro_batches} must be a multiple of {n} ranks: "
-               f"--ways {twice[0]} sends as many at a time")
+               f"--ways {twice[0]} sends that number at a time")
     if "torch_1f1b" in args.ways and args.micro_batches < n:
-        refuse(f"--micro_batches {args.micro_batches} must be at least {n}, for --ways torch_1f1b")
+        refuse(f"--micro_batches {args.micro_batches} must be at least {n}: --ways torch_1f1b "
+               "needs one for each rank")
     return run_program(run_worker, args, role_name, results.finish)
 
 

@@ -1,49 +1,51 @@
-r"""What backward needs: computed again rather than kept, or kept in half the bytes.
+r"""Activations for the backward pass: recomputed instead of kept, or kept in half the bytes.
 
-Forward keeps what each operation will need in backward; for a block that is 16 times its input.
-Activation checkpointing keeps the inputs of the blocks alone, and backward computes a block once
-more before it goes back through it:
+Forward keeps what each operation needs in backward: for a block, 16 times the block's input.
+Activation checkpointing keeps only the inputs of blocks. Backward computes a block once more before
+it goes back through it:
 
     plain        forward    block 0 ######  block 1 ######  block 2 ######  block 3 ######
-                 backward   3, 2, 1, 0 from what was kept
+                 backward   3, 2, 1, 0 from the kept activations
 
     recompute    forward    block 0 #       block 1 #       block 2 #       block 3 #
                  backward   3 again ######, then back; 2 again ######, then back; ...
 
     --ways       kept of the blocks after forward        forwards of a block in a step
-    plain        all                                     1
+    plain        all activations                         1
     recompute    L / K inputs, with --every K            2
     checkpoint   the same, by torch.utils.checkpoint     2
     bf16         all, in 9/16 of the bytes; copies of    1
-                 the weights, in half of theirs
+                 the weights, in half of their bytes
     autocast     the same, by torch.autocast: 10/16      1
 
-`--every K` keeps the input of each K-th block; backward then holds what K blocks keep. With L
-blocks, each of which keeps 16 times its input, L / K + 16 K is least at K = sqrt(L) / 4. (Where a
-block keeps as much as its input, at the paper's sqrt(L).) Nothing in this model is drawn by chance.
-Where dropout is, the second forward must draw what the first one drew: torch's checkpoint puts the
-generators back.
+`--every K` keeps the input of every K-th block; backward then holds the activations of K blocks.
+With L blocks that each keep 16 times their input, L / K + 16 K is smallest at K = sqrt(L) / 4. (If
+a block keeps as much as its input, at the paper's sqrt(L).) This model samples no random numbers.
+A model with dropout must sample the same numbers in both forwards; torch's checkpoint restores the
+generators for that.
 
-Mixed precision computes attention and MLPs in bfloat16, which has float32's range and 8 binary
-digits, 2 to 3 decimal ones. What adds up many numbers, or small ones to large ones, stays exact:
+Mixed precision computes attention and MLPs in bfloat16. This type has the range of float32 and 8
+binary digits, which are 2 to 3 decimal digits. Sums of many numbers stay in float32:
 
     forward      weight -> copy*        x -> norm -> attention* or MLP*, with copies -> added to x
-    backward     gradient of the copy* -> that of the weight -> mean of the ranks -> AdamW -> weight
-                 * in bfloat16; all else in float32, and so are the last norm, the head and the loss
+    backward     gradient of the copy* -> of the weight -> mean over the ranks -> AdamW -> weight
+                 * in bfloat16; the rest in float32, with the last norm, the head and the loss
 
-Underneath, all five are data parallelism with buckets, as in main.py.
+All five variants are data parallelism with buckets, as in main.py.
 
     python transformer_parallel/recompute.py                        on four ranks
-    python transformer_parallel/recompute.py --twin                 torch's own beside them
+    python transformer_parallel/recompute.py --builtin              and PyTorch's built-in versions
     python transformer_parallel/recompute.py --blocks 16 --every 4
-    python transformer_parallel/recompute.py --check                the same numbers as one process?
+    python transformer_parallel/recompute.py --check                compare with a single process
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost",
 https://arxiv.org/abs/1604.06174, section 4; Micikevicius et al., "Mixed Precision Training",
-https://arxiv.org/abs/1710.03740, sections 3.1 and 3.3. Its 3.2, a loss that is scaled so that
-gradients are not zero in float16, bfloat16 does without.
+https://arxiv.org/abs/1710.03740, sections 3.1 and 3.3. Section 3.2 scales the loss to keep float16
+gradients above zero; bfloat16 does not need that.
 """
 
+import math
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -58,30 +60,30 @@ from torch.utils.checkpoint import checkpoint
 
 from transformer_parallel import main as data_parallel
 from transformer_parallel import results
-from transformer_parallel.main import Buckets
+from transformer_parallel.main import Buckets, Weights, bytes_of
 from transformer_parallel.model import Transformer, embed, loss_of
 
 
 class Recomputed(torch.autograd.Function):
-    """Runs a module without keeping anything of it but its input.
+    """A module's forward that keeps only the module's input.
 
-    That must need a gradient, as what an embedding returns does: of the weights inside, autograd
-    knows nothing here, and would not come back for them alone.
+    The input must require a gradient, as the output of an embedding does. Autograd does not see the
+    weights inside, so it would not run this backward for the weights alone.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: Callable) -> torch.Tensor:
-        """Compute it; in here autograd notes nothing."""
+        """Compute the module; autograd records nothing in here."""
         ctx.save_for_backward(x)
         ctx.run = run
         return run(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Compute it again, noted this time, and go back through it.
+        """Compute the module again, recorded this time, and go back through it.
 
-        The gradients of the weights are added where every backward adds them; so a bucket, or
-        DDP's hook, sees them once.
+        The gradients of the weights are added to `.grad`, as in every backward pass. So a bucket
+        or a hook of DDP sees each of them once.
         """
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
@@ -91,7 +93,7 @@ class Recomputed(torch.autograd.Function):
 
 
 class Plain(Buckets):
-    """Keeps everything."""
+    """All activations are kept."""
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         super().__init__(model, args)
@@ -103,11 +105,11 @@ class Plain(Buckets):
             block.register_forward_pre_hook(self.one_forward)
 
     def one_forward(self, *_: Any) -> None:
-        """Count it."""
+        """Count the forward of a block."""
         self.forwards += 1
 
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of this rank's rows: the model's forward, in groups of blocks."""
+        """Return the mean loss of some rows: the model's forward, in groups of blocks."""
         self.forwards = 0
         x = embed(self.model.embedding, tokens)
         with self.kept:
@@ -116,33 +118,33 @@ class Plain(Buckets):
         return loss_of(self.model.head(self.model.norm(x)), targets)
 
     def through(self, group: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Compute a group: (B, T, units) to the same."""
+        """Compute a group of blocks: (B, T, units) to (B, T, units)."""
         return group(x)
 
     def figures(self) -> dict[str, float]:
-        """Return what was kept in the last step, and how often a block was computed."""
+        """Return the megabytes kept in the last step, and the number of forwards of a block."""
         return {"MB kept": self.kept.bytes() / results.MB,
                 "forwards": self.forwards / len(self.model.blocks)}
 
 
 class Recompute(Plain):
-    """Keeps the inputs of the groups, and computes each once more."""
+    """Only the inputs of the groups are kept; backward computes each group once more."""
 
     def through(self, group: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Compute a group, and forget how."""
+        """Compute a group, and keep its input only."""
         return Recomputed.apply(x, group)
 
 
 class TorchCheckpoint(Plain):
-    """Leaves it to torch, which lets backward ask for what it misses."""
+    """PyTorch's checkpoint, which recomputes when backward asks for a missing activation."""
 
     def through(self, group: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Compute a group, and forget how."""
+        """Compute a group, and keep its input only."""
         return checkpoint(group, x, use_reentrant=False)
 
 
 class Bf16(Plain):
-    """Keeps everything, most of it in half the bytes: attention and MLPs compute in bfloat16."""
+    """All activations are kept, most of them in bfloat16: attention and MLPs compute in it."""
 
     def __init__(self, model: Transformer, args: Namespace) -> None:
         super().__init__(model, args)
@@ -151,13 +153,14 @@ class Bf16(Plain):
                 module.register_forward_pre_hook(lambda _, inputs: inputs[0].bfloat16())
 
     def through(self, group: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Compute a group with copies of its weights, in bfloat16; those of norms as they are.
+        """Compute a group with bfloat16 copies of its weights; the norms keep their own weights.
 
-        A block adds what attention and MLP return, in bfloat16, to x, in float32: that is float32.
+        Attention and MLP return bfloat16. A block adds it to x, which is float32, so the sum is
+        float32.
 
-        Backward casts the gradient of a copy, and adds it to that of the weight itself. So the mean
-        over the ranks and AdamW's step are in float32 ("master weights"). In bfloat16, a weight of
-        0.1 would stay what it is when 0.0002 are added to it.
+        Backward casts the gradient of a copy, and adds it to the gradient of the weight itself. So
+        the mean over the ranks and AdamW's step are in float32 ("master weights"). In bfloat16, a
+        weight of 0.1 would not change if 0.0002 were added to it.
         """
         copies = {name: weight if "norm" in name else weight.bfloat16()
                   for name, weight in group.named_parameters()}
@@ -165,37 +168,76 @@ class Bf16(Plain):
 
 
 class TorchAutocast(Plain):
-    """Leaves the casts to torch, which has a list of operators that compute in bfloat16.
+    """PyTorch's autocast, which has a list of operators that compute in bfloat16.
 
-    Linear layers and attention are on it. Query, key and value are three: each casts its input.
+    Linear layers and attention are on the list. Query, key and value each cast their input.
     """
 
     def through(self, group: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Compute a group; its backward computes in the types of its forward."""
+        """Compute a group; its backward uses the types of its forward."""
         with torch.autocast(x.device.type, torch.bfloat16):
             return group(x)
 
 
 WAYS = {"plain": Plain, "recompute": Recompute, "checkpoint": TorchCheckpoint,
         "bf16": Bf16, "autocast": TorchAutocast}
-TWINS = {"recompute": "checkpoint", "bf16": "autocast"}  # of a way, torch's own
+BUILTIN = {"recompute": "checkpoint", "bf16": "autocast"}  # {variant: PyTorch's built-in version}
+
+
+def costs_of_plain(args: Namespace, n: int, weights: Weights) -> dict:
+    """Derive the costs of `plain`, which keeps 16 inputs of each block; see main.py.
+
+    Norms and attention keep more: the means and deviations of two norms, the sum of each softmax.
+    """
+    kept = args.blocks * (16 * args.shape.units + 2 * 2 + args.shape.heads)
+    return with_kept(args, n, weights, forwards=1, kept=kept)
+
+
+def costs_of_recompute(args: Namespace, n: int, weights: Weights) -> dict:
+    """Derive the costs of `recompute`, which keeps the input of each group."""
+    kept = math.ceil(args.blocks / args.every) * args.shape.units
+    return with_kept(args, n, weights, forwards=2, kept=kept)
+
+
+def costs_of_bf16(args: Namespace, n: int, weights: Weights) -> dict:
+    """Derive the costs of `bf16`, which keeps the inputs of two norms in float32.
+
+    In bfloat16, it keeps the norms' outputs (2); query, key, value and the output of attention (4);
+    in the MLP, four times the units, twice (8). A number of these takes half of a float32.
+    """
+    kept = args.blocks * ((2 + (2 + 4 + 8) / 2) * args.shape.units + 2 * 2 + args.shape.heads)
+    copies = bytes_of({name: weight for name, weight in weights.items()
+                       if re.search(r"(attention|mlp)\..*weight", name)}) / 2
+    return with_kept(args, n, weights, forwards=1, kept=kept, more=copies)
+
+
+def with_kept(args: Namespace, n: int, weights: Weights, forwards: int, kept: float,
+              more: float = 0) -> dict:
+    """Add `kept` numbers for each token, and `more` bytes, to the costs of buckets."""
+    numbers = args.batch_size // n * args.seq_len * kept
+    n_bytes = next(iter(weights.values())).itemsize * numbers + more
+    return {**data_parallel.costs_of_buckets(args, n, weights), "forwards": forwards,
+            "MB kept": n_bytes / results.MB}
+
+
+COSTS = {"plain": costs_of_plain, "recompute": costs_of_recompute, "bf16": costs_of_bf16}
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Train as `main.py`, in these ways."""
+    """Train these variants; see main.py."""
     return data_parallel.run_worker(rank, world_size, args, WAYS)
 
 
 def build_parser() -> Parser:
     """Return the parser of this program's flags."""
-    parser = data_parallel.WaysParser("transformer_parallel/recompute", __doc__, WAYS, TWINS)
+    parser = data_parallel.WaysParser("transformer_parallel/recompute", __doc__, WAYS, BUILTIN)
     parser.add_argument("--every", type=bounded(int, at_least=1), default=1, metavar="K",
-                        help="blocks between two inputs that are kept")
+                        help="number of blocks from one kept input to the next")
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences where they are reported, else None."""
+    """Train; return the metrics (with `--check`, the differences) on the reporting process."""
     args = build_parser().parse_args(argv)
     results.require_room(args, copies=args.world_size)
     data_parallel.require_equal_parts(args)

@@ -1,4 +1,4 @@
-"""What the programs of this folder show: a table with a row for each way, metrics.json."""
+"""Results of the programs of this folder: a table with a row for each variant, metrics.json."""
 
 import contextlib
 import statistics
@@ -10,58 +10,50 @@ from common import report
 from common.cli import ranks_here, require_memory
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from transformer_parallel.model import Shape, Transformer
+from transformer_parallel.model import Transformer
 from transformer_parallel.traffic import Traffic
 
 MB = 1e6
 
 
-def require_room(args: Namespace, copies: int, mlps: int = 1, places: float = 1,
+def require_room(args: Namespace, copies: int, mlps: int = 1, slots: float = 1,
                  scores: float = 0) -> None:
     """Refuse a model and a batch that do not fit into the memory of this machine.
 
     Args:
-        args: the parsed flags.
-        copies: of the model, on all ranks together.
-        mlps: in each block.
-        places: for each token in these MLPs, also where they stay empty.
-        scores: how many times all ranks together have T x T of them, for each head of each block;
-            torch's attention has none, the oracle all.
+        args: Parsed flags.
+        copies: Copies of the model on all ranks together.
+        mlps: MLPs of each block.
+        slots: Slots for each token in these MLPs, with the empty ones.
+        scores: Attention scores that all ranks together hold, in units of T x T for each head of
+            each block. PyTorch's attention holds none, the single process of `--check` all.
 
     Raises:
         SystemExit: 2 after one line.
     """
-    shape = Shape()
+    shape = args.shape
     # Attention has 4 units^2, an MLP 8: both with gradients and AdamW's two moments.
     weights = (4 + 8 * mlps) * shape.units**2 * args.blocks
-    # A token needs 16 times its units in each block, which are kept for backward.
-    of_token = ((4 + 12 * max(1, places)) * shape.units
+    # Each block keeps 16 times the units of a token for backward.
+    of_token = ((4 + 12 * max(1, slots)) * shape.units
                 + (3 if args.check else scores) * shape.heads * args.seq_len) * args.blocks
     here = len(ranks_here(args))
     held = (4 * copies * weights + of_token * args.seq_len * args.batch_size) / args.world_size
-    n_bytes = 4 * here * max(weights, held)  # at first, each rank makes all of the model
+    n_bytes = 4 * here * max(weights, held)  # at first, each rank makes the full model
     flags = ("experts", "capacity_factor", "blocks", "batch_size", "seq_len")
     require_memory(args, [flag for flag in flags if flag in args], n_bytes)
 
 
-def mean_of_ranks(value: torch.Tensor) -> float:
-    """Return the mean of a number of each rank, as a float on every one of them."""
-    mean = value.detach().clone()
-    dist.all_reduce(mean)
-    return (mean / dist.get_world_size()).item()
-
-
 class Meter:
-    """Measures the seconds of each step; counts, in the last one, what is sent and held.
+    """Seconds of each step; bytes sent and held in the last one.
 
     Args:
-        way: has the `model`, and the `parameters()` that its `optimizer` steps.
-        device: where it computes.
+        way: Variant, with its `model`, and `parameters()` for its `optimizer`.
+        device: Device of the model.
     """
 
     def __init__(self, way: object, device: torch.device) -> None:
@@ -70,17 +62,18 @@ class Meter:
 
     @contextlib.contextmanager
     def step(self, last: bool) -> Iterator[None]:
-        """Stand around a step."""
+        """Time a step; count in the last one."""
         self.last, began = last, self.now()
         with self.traffic if last else contextlib.nullcontext():
             yield
         self.seconds.append(self.now() - began)
         if last:
-            self.held["state"] = held_bytes(self.way)["state"]  # AdamW's first step makes it
+            # Only now, because AdamW's first step makes its state.
+            self.held["state"] = held_bytes(self.way)["state"]
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Stand around what is left when backward is over; count in front of it what is held."""
+        """Time the wait after the backward pass; before it, count the bytes held."""
         if self.last:
             self.held = held_bytes(self.way)
         began = self.now()
@@ -88,14 +81,14 @@ class Meter:
         self.waited.append(self.now() - began)
 
     def now(self) -> float:
-        """Return the time in seconds, when the device has done what it was given."""
+        """Return the time in seconds, after the device has finished its work."""
         if self.device.type == "cuda":
-            # Not all streams: nccl's work is what `waiting` is to wait for.
+            # The current stream only: `waiting` times the wait for nccl's streams.
             torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
 
     def measured(self) -> dict:
-        """Return all of it."""
+        """Return all measurements."""
         return {"seconds": self.seconds, "waited": self.waited, "calls": dict(self.traffic.calls),
                 "sent": dict(self.traffic.sent), "held": self.held}
 
@@ -103,31 +96,29 @@ class Meter:
 def held_bytes(way: object) -> dict[str, int]:
     """Count the bytes of weights, gradients and optimizer state that this rank holds now.
 
-    Args:
-        way: has the `model`, and the `parameters()` that its `optimizer` steps.
+    A storage with several views counts once; a freed storage has 0 bytes.
 
-    Returns:
-        `{"weights": ..., "gradients": ..., "state": ...}`. A storage counts once, whoever looks at
-        it, and with what it has: that of freed weights has nothing.
+    Args:
+        way: Variant, with its `model`, and `parameters()` for its `optimizer`.
     """
     parameters = [*way.model.parameters(), *way.parameters()]
     states = [value for state in way.optimizer.state.values() for value in state.values()]
     kinds = {"weights": parameters, "gradients": [parameter.grad for parameter in parameters],
-             "state": [value for value in states if value.dim()]}  # not the counters of steps
+             "state": [value for value in states if value.dim()]}  # without the step counters
     return {kind: sum(storages_of(tensors).values()) for kind, tensors in kinds.items()}
 
 
 def storages_of(tensors: list[torch.Tensor | None]) -> dict[int, int]:
-    """Return the bytes of each storage behind these tensors; of a DTensor, what is here."""
+    """Return the bytes of each storage of these tensors; for a DTensor, of its local part."""
     here = (tensor.to_local() if isinstance(tensor, DTensor) else tensor
             for tensor in tensors if tensor is not None)
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in here}
 
 
 class Kept(saved_tensors_hooks):
-    """Counts the bytes that autograd keeps of what is computed within, besides the weights.
+    """Counter of the bytes that autograd keeps inside `with kept:`, without the weights.
 
-    Copies of weights in another type count: they are there from forward to backward.
+    Copies of weights in another type count, because they stay from forward to backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -140,54 +131,54 @@ class Kept(saved_tensors_hooks):
         super().__enter__()
 
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note a tensor that is kept; a storage counts once."""
+        """Note a tensor that autograd keeps; a storage counts once."""
         if tensor.data_ptr() not in self.weights:
             storage = tensor.untyped_storage()
             self.storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     def bytes(self) -> int:
-        """Return how many bytes they are."""
+        """Return the number of bytes kept."""
         return sum(self.storages.values())
 
 
 def rows_of(measured: dict[str, list[dict]]) -> list[dict]:
-    """Make a row for each way of what its ranks have measured.
+    """Make a row for each variant from the measurements of its ranks.
 
     Args:
-        measured: `{way: [what train() has returned, of each rank]}`.
+        measured: For each variant, what `train` returned on each rank.
 
     Returns:
-        Dicts: the losses; calls and megabytes sent in the last step by the rank that sends most;
-        `held_mb` of the rank that holds most; medians of the other steps, in milliseconds.
+        Dicts: the losses; calls and megabytes that the busiest rank sent in the last step; for each
+        kind, megabytes of the rank that holds most; median milliseconds of rank 0's other steps.
     """
     rows = []
     for way, ranks in measured.items():
         most = max(ranks, key=lambda rank: sum(rank["sent"].values()))
         row = {"way": way, "losses": ranks[0]["losses"], "calls": most["calls"],
                "sent_mb": sum(most["sent"].values()) / MB,
-               "step_ms": median_ms(ranks[0]["seconds"])}
-        row["waited_ms"] = median_ms(ranks[0]["waited"])
-        row["held_mb"] = {what: max(rank["held"][what] for rank in ranks) / MB
-                          for what in ranks[0]["held"]}
-        row["figures"] = {what: max(rank["figures"][what] for rank in ranks)
-                          for what in ranks[0]["figures"]}
+               "step_ms": median_ms(ranks[0]["seconds"]),
+               "waited_ms": median_ms(ranks[0]["waited"]),
+               "held_mb": {what: max(rank["held"][what] for rank in ranks) / MB
+                           for what in ranks[0]["held"]},
+               "figures": {what: max(rank["figures"][what] for rank in ranks)
+                           for what in ranks[0]["figures"]}}
         rows.append(row)
     return rows
 
 
 def median_ms(seconds: list[float]) -> float:
-    """Return the median of the steps between the first, which warms up, and the last.
+    """Return the median in milliseconds, without the first step (warm-up) and the last (counting).
 
-    In the last one bytes are counted. It is taken where there is none between.
+    With one or two steps, it is the last step's.
     """
     return 1e3 * statistics.median(seconds[1:-1] or seconds[-1:])
 
 
 def finish(metrics: dict, args: Namespace, model: Transformer | None = None) -> dict:
-    """Write metrics.json, print the table and the last line; return the whole metrics."""
+    """Write metrics.json, print the table and the summary line; return the full metrics."""
     rows = rows_of(metrics["measured"])
-    model = model or Transformer(Shape(blocks=args.blocks))
+    model = model or Transformer(args.shape)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     device = "cpu" if metrics["backend"] == "gloo" else None
     whole = {"parameters": n_parameters, "rows": rows}
@@ -218,5 +209,5 @@ def in_words(calls: dict[str, int]) -> str:
 
 
 def short(figure: float | None) -> str:
-    """Write a count as it is, a figure with three digits, and a dash for what is not known."""
+    """Write an integer in full, a float with three digits, a dash for None."""
     return "-" if figure is None else f"{figure:,}" if isinstance(figure, int) else f"{figure:.3g}"

@@ -1,15 +1,19 @@
-"""Counts what a rank sends, whoever sends it: the lines of a program, or torch's own DDP and FSDP.
+"""Counter of what a rank sends, by a line of a program or inside PyTorch's DDP and FSDP.
 
     with Traffic() as traffic:
         train_step(...)
     traffic.calls, traffic.sent          # {"all_reduce": 68}, {"all_reduce": 6184512.0}
 
-Every communication of `torch.distributed` is an operator of torch, `c10d::allreduce_` or
-`_c10d_functional::all_reduce`, which a dispatch mode sees; it does not see what the operators of
-DTensor send by themselves. Counted are those in `NAMES`, and the bytes that one of n ranks sends if
-the collective goes round a ring, which is the least that it can. For a tensor of B bytes, that is
-2 B (n-1)/n in an all-reduce; B (n-1)/n in a reduce-scatter, an all-gather of B bytes in all, or an
-all-to-all in equal parts; B in a send. An all-to-all in other parts sends what it does not keep.
+Every communication of `torch.distributed` is an operator, `c10d::allreduce_` or
+`_c10d_functional::all_reduce`. A dispatch mode sees these operators, but not those that DTensor
+calls by itself. The operators in `NAMES` count, with the bytes that one of n ranks sends if the
+collective goes round a ring, which is the smallest possible number. For a tensor of B bytes:
+
+    all-reduce                              2 B (n-1)/n
+    reduce-scatter, all-gather, all-to-all  B (n-1)/n
+    send                                    B
+
+B is the full tensor; of uneven parts, an all-to-all sends all but the rank's own part.
 """
 
 from collections import Counter
@@ -19,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Private, and so is what torch's own CommDebugMode is made of, which counts calls and no bytes.
+# Private. PyTorch's own CommDebugMode is built on it; that mode counts calls and no bytes.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-NAMES = {  # of operators in torch 2.11 to 2.15, and what they are here
+NAMES = {  # names of operators in torch 2.11 to 2.15, and the names used here
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "all_reduce": "all_reduce",
     "allgather_": "all_gather", "_allgather_base_": "all_gather",
     "all_gather_into_tensor": "all_gather",
@@ -34,11 +38,11 @@ NAMES = {  # of operators in torch 2.11 to 2.15, and what they are here
 
 
 class Traffic(TorchDispatchMode):
-    """Counts calls and bytes by the name of the operation, of this process.
+    """Counter of this process's calls and bytes, by the name of the operation.
 
     Attributes:
-        calls: how many of each.
-        sent: bytes of each.
+        calls: Number of calls of each operation.
+        sent: Bytes sent by each operation.
     """
 
     def __init__(self) -> None:
@@ -47,7 +51,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Sequence, args: tuple = (),
                            kwargs: dict | None = None) -> Any:
-        """Count an operator if it sends, and run it."""
+        """Run an operator, and count it if it sends."""
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             name = NAMES.get(func.overloadpacket.__name__.rsplit(".", 1)[-1])
@@ -73,7 +77,7 @@ def _sent(name: str, args: tuple, group: dist.ProcessGroup) -> float:
         return tensors[0]
     if name == "all_reduce":
         return 2 * tensors[0] * (n - 1) / n
-    if name == "all_gather":  # the smaller of the two is what this rank has
+    if name == "all_gather":  # the smaller argument is this rank's part
         return min(size for size in tensors if size) * (n - 1)
     if name == "all_to_all":
         return _to_others(args, n, group.rank())
@@ -81,15 +85,15 @@ def _sent(name: str, args: tuple, group: dist.ProcessGroup) -> float:
 
 
 def _to_others(args: tuple, n: int, rank: int) -> float:
-    """Return the bytes of an all-to-all's input, without the part that stays here."""
-    mine = [arg for arg in args if isinstance(arg, torch.Tensor)][-1].nbytes  # behind the output
-    parts = [arg for arg in args if isinstance(arg, (list, tuple))][-1]  # behind those that come
+    """Return the bytes of an all-to-all's input, without the part for this rank."""
+    mine = [arg for arg in args if isinstance(arg, torch.Tensor)][-1].nbytes  # after the output
+    parts = [arg for arg in args if isinstance(arg, (list, tuple))][-1]  # after the output's
     stays = parts[rank] / sum(parts) if any(parts) else 1 / n  # without a list, all are equal
     return mine * (1 - stays)
 
 
 def _bytes(value: Any) -> int:
-    """Return the bytes of a tensor, or of all in nested lists."""
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     return sum(_bytes(one) for one in value) if isinstance(value, (list, tuple)) else 0

@@ -20,19 +20,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider"]
-# Run a check, and write the names of the findings that do not hold, or how a rank has failed.
-CHECK = """
-import importlib, json, sys
-from common.launch import RunFailedError
-from common.oracle import CheckFailedError
-
-try:
-    importlib.import_module(sys.argv[1]).main(sys.argv[2:])
-except (CheckFailedError, RunFailedError) as error:
-    failed = getattr(error, "failed", None) or [f"error: rank {error.failure.rank} {error.failure.what}"]
-    json.dump(failed, open("failed.json", "w", encoding="utf-8"))
-    raise
-"""
 LIMIT_S = 300  # for one mutant: a run that hangs is ended by its test after 180
 NOT_COPIED = shutil.ignore_patterns(".*", "outputs", "results", "lessons", "__pycache__", "*.egg-info")  # of docs/ what is large
 
@@ -71,12 +58,13 @@ class Mutant:
             return self._caught_by_test(tree, environ) if self.test else self._caught_by_check(tree, environ)
 
     def _caught_by_check(self, tree, environ):
-        program = (self.program or self.file).removesuffix(".py").replace("/", ".")
-        command = [sys.executable, "-c", CHECK, program, "--check", *map(str, self.flags), "--output_dir", str(tree / "outputs")]
+        program, result = (self.program or self.file).removesuffix(".py").replace("/", "."), tree / "result.json"
+        command = [sys.executable, "-m", "common.judged", str(result), program, *map(str, self.flags), "--output_dir", str(tree / "outputs")]
         status, _ = _run(command, tree, environ)
-        names = tree / "failed.json"
-        failed = json.loads(names.read_text(encoding="utf-8")) if status == 1 and names.exists() else []
-        return next((name for name in failed if re.search(self.check, name)), None)
+        found = json.loads(result.read_text(encoding="utf-8")) if status == 1 and result.exists() else {}
+        names = [finding["what"] for finding in found.get("findings", [])]
+        names += [f"error: {found['failure']}"] if "failure" in found else []
+        return next((name for name in names if re.search(self.check, name)), None)
 
     def _caught_by_test(self, tree, environ):
         status, output = _run([*PYTEST, "-n", "0", "-x", self.test], tree, environ)

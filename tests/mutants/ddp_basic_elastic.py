@@ -3,6 +3,7 @@
 from tests.mutants import Mutant
 
 MAIN = "ddp_basic/elastic.py"
+KILLED = "tests/test_ddp_basic.py::test_killed_twice_at_random_moments"
 MUTANTS = [
     Mutant("set_epoch forgotten", MAIN,
            "    sampler.set_epoch(epoch)  # without it, every epoch would have the same order\n", "",
@@ -34,5 +35,7 @@ MUTANTS = [
     Mutant("DDP sums in another order after an interruption", MAIN,
            "    ddp_model(train_set.tensors[0][:1]).sum().backward()\n", "", check="resumed as if never stopped",
            flags=("--world_size", "3", "--global_batch_size", "48")),
+    Mutant("new workers find the addresses of dead ones", MAIN,
+           '        store = dist.PrefixStore(f"attempt {attempt()}", store)\n', "        pass\n", test=KILLED),
     Mutant("momentum forgotten", MAIN, "lr=args.lr, momentum=MOMENTUM)", "lr=args.lr)", check="weights"),
 ]

@@ -1,4 +1,4 @@
-"""Mistakes in `ddp_basic/pitfalls.py`, besides the three that it is about."""
+"""Mistakes in `ddp_basic/pitfalls.py`, besides the four that it is about."""
 
 from tests.mutants import Mutant
 
@@ -16,10 +16,13 @@ MUTANTS = [
     _pitfall("all have as many batches", "uneven", "(args.steps + rank)", "args.steps", "steps"),
     _pitfall("zero_grad forgotten", "uneven", "        optimizer.zero_grad()\n", ""),
     _pitfall("a learning rate of its own", "uneven", "lr=args.lr", "lr=0.1"),
-    _pitfall("a mean whose gradients are this rank's", "batchnorm --mended", "return MeanOfRanks.forward(ctx, gradient)", "return gradient"),
-    _pitfall("a sum in place of the mean", "batchnorm --mended", "return mean / dist.get_world_size()", "return mean"),
-    _pitfall("the mean of this rank", "batchnorm --mended", "mean = MeanOfRanks.apply(x.mean(dim=0))", "mean = x.mean(dim=0)"),
-    _pitfall("the variance of this rank", "batchnorm --mended", "variance = MeanOfRanks.apply((x - mean).square().mean(dim=0))",
+    _pitfall("the checkpointed layer leaves out what is before it", "reentrant", "checkpoint(self.net2, hidden,",
+             "checkpoint(self.net2, x,"),
+    _pitfall("the checkpoint stays re-entrant", "reentrant", "use_reentrant=not args.fixed", "use_reentrant=True", "error: rank"),
+    _pitfall("a mean whose gradients are this rank's", "batchnorm --fixed", "return MeanOfRanks.forward(ctx, gradient)", "return gradient"),
+    _pitfall("a sum in place of the mean", "batchnorm --fixed", "return mean / dist.get_world_size()", "return mean"),
+    _pitfall("the mean of this rank", "batchnorm --fixed", "mean = MeanOfRanks.apply(x.mean(dim=0))", "mean = x.mean(dim=0)"),
+    _pitfall("the variance of this rank", "batchnorm --fixed", "variance = MeanOfRanks.apply((x - mean).square().mean(dim=0))",
              "variance = (x - mean).square().mean(dim=0)"),
     _pitfall("the samples of all ranks are those of rank 0", "batchnorm", "inputs, _ = toy_samples(rank, args.seed)",
              "inputs, _ = toy_samples(0, args.seed)"),

@@ -13,7 +13,7 @@ MUTANTS = [
     Mutant("waits for the receiver only", MAIN, "    if req is not None:\n", "    if rank == 1:\n",
            check="requests"),
     Mutant("writes before wait", MAIN,
-           "        # Between here and wait(), do not write to `tensor`: either value may be what is sent.\n",
+           "        # Do not write to `tensor` before wait(): the old or the new value may be sent.\n",
            "        tensor += 1\n", check="isend, irecv"),
     Mutant("the ring turns the other way", MAIN,
            "outgoing, (rank + 1) % size),\n        dist.P2POp(dist.irecv, incoming, (rank - 1) % size)",
@@ -34,5 +34,9 @@ MUTANTS = [
            check="all_reduce (PRODUCT|MIN|MAX|AVG)"),
     Mutant("the lists of a reduce_scatter are transposed", MAIN, "mine(0), [mine(10 * r + rank) for r in ranks]",
            "mine(0), [mine(10 * rank + r) for r in ranks]", check="reduce_scatter"),
+    Mutant("not copied back into the column", MAIN, "    column.copy_(copy)\n", "", check="of its copy",
+           flags=("--demo", "noncontiguous")),
+    Mutant("a column of rank 0 alone", MAIN, "    dist.all_reduce(column, group=group)\n",
+           "    dist.broadcast(column, src=0, group=group)\n", check="of a column", flags=("--demo", "noncontiguous")),
     Mutant("broadcast forgotten", MAIN, "    dist.broadcast(tensor, src=0)\n", "", check="broadcast"),
 ]

@@ -3,8 +3,7 @@
 from tests.mutants import Mutant
 
 MAIN, FAST = "p2p_collectives/ring_allreduce.py", "p2p_collectives/fast_ring.py"
-RESULTS, HANGS = "p2p_collectives/ring_allreduce_results.py", ("--timeout", "10")
-RINGS = "tests/test_reports.py::test_rings"
+HANGS = ("--timeout", "10")
 MUTANTS = [
     Mutant("the ring turns the other way", MAIN,
            "    left = ((rank - 1) + size) % size\n    right = (rank + 1) % size\n",
@@ -19,18 +18,13 @@ MUTANTS = [
            "chunks[rank - step].add_(received)", check="ring_chunked|error", flags=HANGS),
     Mutant("chunks are kept, not added", MAIN, "chunks[rank - step - 1].add_(received)",
            "chunks[rank - step - 1].copy_(received)", check="ring_chunked"),
-    Mutant("torch.chunk makes too few", MAIN, "tensor.view(-1).tensor_split(size)", "tensor.view(-1).chunk(size)",
+    Mutant("torch.chunk makes too few", MAIN, "flat.tensor_split(size)", "flat.chunk(size)",
            check="ring_chunked|error", flags=HANGS),
     Mutant("the whole tensor instead of chunks", MAIN, '"ring_chunked": ring_chunked',
            '"ring_chunked": lambda tensor: allreduce(tensor, tensor)', check="ring_chunked"),
     Mutant("the fast ring passes on before it adds", FAST, "segment.add_(next_arrival())",
            "arrived = next_arrival(); segment.copy_(arrived)", check="RingAllReduce", program=MAIN),
-    Mutant("the warm-up counts", MAIN, "                if repeat > 0:", "                if repeat >= 0:", check="reported time"),
-    Mutant("the time of one's own, not of the slowest", MAIN,
-           "    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)\n", "", check="reported time"),
-    Mutant("bytes are counted wrongly", RESULTS, "2 * (world_size - 1) / world_size * n_bytes / seconds",
-           "2 * (world_size - 1) * n_bytes / seconds", test=RINGS),
-    Mutant("mean for median", RESULTS, "statistics.median(times)", "statistics.fmean(times)", check="reported time", program=MAIN),
-    Mutant("the ratio is upside down", RESULTS, 'medians["all_reduce"] / median}', 'median / medians["all_reduce"]}',
-           test=RINGS),
+    *(Mutant(f"a column is taken, {where}", file, "flat = flattened(tensor)", "flat = tensor.view(-1)",
+             test="tests/test_p2p_collectives.py::test_a_column_is_refused") for where, file in (
+                 ("chunk by chunk", MAIN), ("fast", FAST))),
 ]

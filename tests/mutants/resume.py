@@ -5,7 +5,8 @@ from tests.mutants import Mutant
 KILLED = "tests/test_checkpoints.py::test_killed_at_a_random_moment"
 STOPPED = "tests/test_checkpoints.py::test_stopped_at_each_save"
 CHECKPOINT, SERVER, SAVING = "common/checkpoint.py", "param_server/main.py", "rpc_rnn/saving.py"
-FAST, HISTORY, TRAIN = "rpc_rl/fast.py", "rpc_rl/results.py", "p2p_collectives/train.py"
+SERVED = "param_server/data.py"
+FAST, TRAIN = "rpc_rl/fast.py", "p2p_collectives/train.py"
 
 
 def killed(name, file, old, new, lesson):
@@ -14,10 +15,10 @@ def killed(name, file, old, new, lesson):
 
 
 MUTANTS = [
-    killed("the server begins with epoch 0", SERVER, '            self.first_epoch = state["epochs"]\n', "", "param_server.main"),
-    killed("the server draws its masks anew", SERVER, '            torch.set_rng_state(state["random_numbers"])\n', "",
+    killed("the server begins with epoch 0", SERVED, '    return state["epochs"]\n', "    return 0\n", "param_server.main"),
+    killed("the server draws its masks anew", SERVED, '    torch.set_rng_state(state["random_numbers"])\n', "",
            "param_server.main"),
-    killed("an epoch less than there was is saved", SERVER, '"save", server, epoch + 1)', '"save", server, epoch)',
+    killed("an epoch less than there was is saved", SERVER, ".save, server, epoch + 1)", ".save, server, epoch)",
            "param_server.main"),
     killed("new optimizers for an old model", SAVING,
            "        rpc.rpc_sync(local.owner(), _load_optimizer_state, args=(local, saved))\n", "        pass\n", "rpc_rnn.main"),
@@ -30,24 +31,18 @@ MUTANTS = [
            "rpc_rnn.main"),
     killed("the agent's Adam begins anew", FAST, '        self.optimizer.load_state_dict(state["optimizer"])\n', "", "rpc_rl.fast"),
     killed("the draws of actions begin anew", FAST, "            generator.set_state(saved)\n", "            pass\n", "rpc_rl.fast"),
-    killed("the running reward begins anew", FAST, '            agent.running_reward = kept["running_reward"]\n', "",
+    killed("the running reward begins anew", FAST, '    agent.running_reward = state["history"]["running_reward"]\n', "",
            "rpc_rl.fast"),
-    killed("episodes are counted anew", FAST, '            kept = state["history"]\n', "", "rpc_rl.fast"),
-    killed("the learning rate begins anew", TRAIN, "args.lr * (1 - epoch / args.epochs)",
-           "args.lr * (1 - (0 if args.resume else epoch) / args.epochs)", "p2p_collectives.train_ddp"),
+    killed("episodes are counted anew", FAST, 'episode = history.kept["episodes"]', "episode = 0", "rpc_rl.fast"),
     killed("no rank but the first has the weights", TRAIN, "    dist.broadcast_object_list(state)\n    [state] = state\n",
            "    [state] = state\n    if state is None:\n        return []\n", "p2p_collectives.train_ddp"),
-    Mutant("steps of before the checkpoint are in the speed", HISTORY, 'self.kept["env_steps"] - self.resumed_steps',
-           'self.kept["env_steps"]', test="tests/test_reports.py::test_rpc_rl"),
-    Mutant("samples of before the checkpoint are in the speed", "p2p_collectives/train_results.py", '"samples": self.samples',
-           '"samples": len(self.epochs) * sum(self.global_batches)', check="samples|resumed", program=TRAIN),
-    Mutant("steps of before the checkpoint are in the speed of a language model", "rpc_rnn/results.py",
-           "# of an epoch\n", "# of an epoch\n        self.steps = len(epochs) * n_steps\n", test=f"{STOPPED}[rpc_rnn.main]"),
+    Mutant("samples of before the checkpoint are in the speed", "p2p_collectives/train_results.py", "len(self.epochs) - self.first",
+           "len(self.epochs)", check="samples", program=TRAIN),
     Mutant("a training that is over is refused", CHECKPOINT, "args.epochs < behind", "args.epochs <= behind",
            test=f"{STOPPED}[param_server.main]"),
     Mutant("the settings are not saved", CHECKPOINT, '"settings": args.settings, ', "",
            test="tests/test_checkpoints.py::test_a_checkpoint_has_the_flags_of_its_training"),
-    Mutant("the oracle's training goes on, the server's begins anew", SERVER,
-           '            self.model.load_state_dict(state["model"])\n', "",
+    Mutant("the oracle's training goes on, the server's begins anew", SERVED,
+           '    model.load_state_dict(state["model"])\n', "",
            test="tests/test_param_server.py::test_check_of_a_resumed_training"),
 ]

@@ -1,4 +1,4 @@
-"""Mistakes in `transformer_parallel/mesh.py`, and in how the layers it cuts use their groups."""
+"""Mistakes in `transformer_parallel/mesh.py`, and in how split layers use their groups."""
 
 from tests.mutants import Mutant
 
@@ -19,15 +19,13 @@ MUTANTS = [
           "parameter.grad /= self.size", "data_tensor, gradients"),
     _mesh("a sum for the mean", "            parameter.grad /= dist.get_world_size(self.column)\n", "",
           "data_tensor, gradients"),
-    _mesh("nobody averages", "            dist.all_reduce(parameter.grad, group=self.column)\n", "",
+    _mesh("no rank averages", "            dist.all_reduce(parameter.grad, group=self.column)\n", "",
           "data_tensor, gradients"),
     _mesh("rows and columns for each other", 'self.column = mesh.get_group("column")', 'self.column = mesh.get_group("row")',
           "data_tensor, gradients|error"),
     _mesh("the ranks of a row see other rows of the batch", "whole.chunk(dist.get_world_size(self.column))[dist.get_rank(self.column)]",
           "whole.chunk(self.size)[dist.get_rank()]", "data_tensor, gradients|error"),
     _mesh("all rows see the first part of the batch", "[dist.get_rank(self.column)]", "[0]", "data_tensor, gradients"),
-    _mesh("torch: what is around the blocks is gathered twice", 'return fully_shard(model, mesh=mesh["column"])',
-          'return fully_shard(model, mesh=mesh["column"], reshard_after_forward=True)', "torch, (calls|bytes)"),
     _mesh("torch: all rows see the first part", '[self.mesh["column"].get_local_rank()]', "[0]", "torch, gradients"),
     _mesh("moved: the weights stay behind", '{"model": model, "optimizer": optimizer}', '{"model": {}, "optimizer": optimizer}',
           "moved, gradients|error"),
@@ -41,7 +39,7 @@ MUTANTS = [
           "total = Sum.apply(logits.exp().sum(dim=-1), None)", "data_tensor, (gradients|losses)|error", TENSOR),
     _mesh("targets by the rank in the world", "rows_here(targets, dist.get_rank(group) * n, n)", "rows_here(targets, dist.get_rank() * n, n)",
           "data_tensor, (gradients|losses)|error", TENSOR),
-    _mesh("neighbours of the wrong dimension", "group_dst=to % self.n", "group_dst=0 * to", "data_pipeline|error", PIPELINE),
+    _mesh("neighbors of the wrong dimension", "group_dst=to % self.n", "group_dst=0 * to", "data_pipeline|error", PIPELINE),
     _mesh("a stage by the rank in the world", "self.n, self.rank = dist.get_world_size(group), dist.get_rank(group)",
           "self.n, self.rank = dist.get_world_size(group), dist.get_rank() % 2 ^ 1", "data_pipeline|error", PIPELINE),
 ]
