@@ -1,8 +1,8 @@
-"""The oracle of `elastic.py`: every step held against one process, an interruption against none.
+"""The oracle of `elastic.py`: one process; and an interrupted training against a whole one.
 
-The lesson trains three times in the same processes: one epoch, after which it stops; from the
-checkpoint of that to the end; and without a stop. All in float64, in which a mistake cannot be
-taken for rounding: training magnifies that, in float32 to 3e-3 within two epochs.
+The lesson trains three times in the same processes: one epoch, after which it stops; from that
+epoch's checkpoint to the end; and without a stop. All numbers are float64, because training
+magnifies rounding: in float32, to 3e-3 within two epochs.
 """
 
 import tempfile
@@ -23,26 +23,18 @@ from ddp_basic import elastic as lesson
 from ddp_basic.check import TOLERANCE, WHY
 
 EPOCHS, STOP_AFTER = 2, 1
-COMPARED = (  # of each step: what, the tolerance, and why
-    ("images", TOLERANCE, "its share of a shuffle made from (seed, epoch)"),
-    ("labels", 0.0, WHY),
-    ("loss", TOLERANCE, WHY),
-    ("gradients", TOLERANCE, WHY),
-    ("weights", TOLERANCE, WHY),
-    ("settings", 0.0, "learning rate and momentum"),
-)
 
 
 def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict]]:
-    """Train without DDP, on the batches of all ranks joined.
+    """Train without DDP, on the joined batches of all ranks.
 
     Returns:
-        For each rank its steps, as `record` has them; the history of the epochs.
+        For each rank its steps, as `record` keeps them; the history of the epochs.
     """
     device = device_for(args.device)
     (images, labels), (test_images, test_labels) = (
         [tensor.to(device) for tensor in half.tensors] for half in load_float64(args))
-    # The initial weights are the lesson's, in the order in which its layers draw them.
+    # These layers draw the lesson's initial weights, in the same order.
     torch.manual_seed(args.seed)
     layers = nn.Conv2d(1, 16, 5), nn.Conv2d(16, 32, 5), nn.Linear(512, 10)
     weights = [tensor.to(device).detach().requires_grad_()
@@ -59,7 +51,7 @@ def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict]]:
     for epoch in range(1, args.epochs + 1):
         generator = torch.Generator().manual_seed(args.seed + epoch)
         order = torch.randperm(len(images), generator=generator)
-        order = torch.cat([order, order[: -len(order) % ranks]])  # as many for each rank
+        order = torch.cat([order, order[: -len(order) % ranks]])  # equal shares
         total, seen = 0.0, 0
         for start in range(0, len(order) // ranks, of_rank):
             shares = [order[rank::ranks][start : start + of_rank] for rank in range(ranks)]
@@ -86,9 +78,9 @@ def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict]]:
 
 
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Run the lesson, recorded; rank 0 returns the findings."""
+    """Run the lesson, recorded; return the findings on rank 0, None elsewhere."""
     torch.set_default_dtype(torch.float64)
-    trainings, step, histories = {}, {}, {}  # step: the one that is being made
+    trainings, step, histories = {}, {}, {}  # step: what is known of the present step
 
     def forward(module, inputs, output):
         if isinstance(module, DDP):
@@ -126,37 +118,37 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     return compare(metrics, histories, everyone, args) if rank == 0 else None
 
 
-def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
-    """Print what was compared; return `{what: difference}` where it is reported, else None."""
-    with tempfile.TemporaryDirectory() as folder:
-        args.epochs, args.checkpoint = EPOCHS, Path(folder, "run.pt")
-        return verdict(launch(record, args, program.role_name))
-
-
 def compare(metrics: dict, histories: dict[str, list[dict]], everyone: list[dict[str, list]],
             args: Namespace) -> dict:
-    """Return the findings as a dict, on rank 0; `everyone` has the trainings of all ranks."""
+    """Return the findings about `everyone`, which is the trainings of each rank."""
     findings = Comparison(f"{args.world_size} processes")
     oracle, history = single_process(args)
-    first = len(oracle[0]) * STOP_AFTER // args.epochs
+    stop = len(oracle[0]) * STOP_AFTER // args.epochs
 
     def of_ranks(training, name):
         return by_rank([of_rank[training] for of_rank in everyone], name)
 
-    for training, part in (("stopped", slice(first)), ("resumed", slice(first, None)),
-                           ("whole", slice(None))):
-        for name, tolerance, because in COMPARED:
+    for training, steps, epochs in (("stopped", slice(stop), slice(STOP_AFTER)),
+                                    ("resumed", slice(stop, None), slice(None)),
+                                    ("whole", slice(None), slice(None))):
+        for name in ("images", "labels", "loss", "gradients", "weights", "settings"):
             findings.close(f"{training}, {name}", of_ranks(training, name),
-                           by_rank(oracle, name)[part], tolerance, because)
+                           by_rank(oracle, name)[steps], TOLERANCE, WHY)
+        findings.close(f"{training}, reported history", histories[training], history[epochs],
+                       TOLERANCE, WHY, unit="epoch")
     for name in ("loss", "gradients", "weights"):
         findings.equal(f"resumed as if never stopped, {name}", of_ranks("resumed", name),
-                       of_ranks("whole", name)[first:], "nothing may depend on the interruption")
+                       of_ranks("whole", name)[stop:], "nothing depends on the interruption")
     findings.equal("weights on all ranks", of_ranks("whole", "weights"),
                    by_rank([everyone[0]["whole"]] * args.world_size, "weights"),
-                   "held against those of rank 0")
-    for training, until in (("stopped", STOP_AFTER), ("resumed", None), ("whole", None)):
-        findings.close(f"{training}, reported history", histories[training], history[:until],
-                       TOLERANCE, WHY, unit="epoch")
+                   "compared with rank 0")
     findings.close("reported loss and accuracy", [metrics["loss"], metrics["test_accuracy"]],
                    [history[-1]["loss"], history[-1]["accuracy"]], TOLERANCE, WHY, unit="number")
     return findings.as_dict()
+
+
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Print each comparison; return `{what: difference}` on the reporting process, else None."""
+    with tempfile.TemporaryDirectory() as folder:
+        args.epochs, args.checkpoint = EPOCHS, Path(folder, "run.pt")
+        return verdict(launch(record, args, program.role_name))

@@ -1,7 +1,7 @@
 r"""DistributedDataParallel: a replica on every rank, gradients averaged (tutorial 6_3).
 
-Every rank holds the same model and samples of its own. In `backward()`, DDP averages the gradients
-over all ranks: every rank takes the step that a single process with all samples would take.
+Every rank holds the same model and its own samples. In `backward()`, DDP averages the gradients
+over all ranks, so every rank takes the step that one process with all samples would take.
 
     rank 0                                                           rank 1
     +-------------------------+                                      +-------------------------+
@@ -20,8 +20,8 @@ over all ranks: every rank takes the step that a single process with all samples
 
 It ends with: basic, checkpoint, model_parallel on 2 ranks: loss 1.169 -> 0.572
 
-skew.py makes one rank slower; pitfalls.py makes three mistakes with DDP; elastic.py survives the
-death of a rank.
+skew.py slows one rank down; pitfalls.py makes four mistakes with DDP; elastic.py survives the death
+of a rank.
 """
 
 import argparse
@@ -42,14 +42,14 @@ from ddp_basic.data import toy_samples
 
 
 def setup(rank: int, world_size: int, args: argparse.Namespace) -> None:
-    """Join the process group: gloo, or nccl where every rank has a GPU of its own."""
-    # Tutorial: MASTER_PORT 12355, where the second run on a machine finds the port taken.
+    """Join the process group, with nccl if every rank has its own GPU, otherwise with gloo."""
+    # Tutorial: uses MASTER_PORT 12355, so a second run on the machine finds the port taken.
     dist.init_process_group(**group_options(args, device_for(args.device)), rank=rank,
                             world_size=world_size)
 
 
 def cleanup() -> None:
-    """Leave the process group. Not after an error: it would only make the others fail first."""
+    """Leave the process group; after an error, this would only make the other ranks fail first."""
     dist.destroy_process_group()
 
 
@@ -63,16 +63,19 @@ class ToyModel(nn.Module):
         self.net2 = nn.Linear(10, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the outputs of inputs that are on the device of the weights."""
+        """Return the outputs (n, 5) of inputs (n, 10) on the device of the weights."""
         return self.net2(self.relu(self.net1(x)))
 
 
 def demo_basic(rank: int, world_size: int, args: argparse.Namespace) -> list[float]:
-    """Wrap a model and train it; return this rank's losses, see `train`."""
+    """Wrap a model and train it; return the losses that `train` returns."""
     device = device_for(args.device)
     torch.manual_seed(args.seed)
     model = ToyModel().to(device)
-    ddp_model = DDP(model, device_ids=gpu_of(device))  # rank 0's weights become everybody's
+    # DDP copies rank 0's weights to all ranks. For a model on the CPU, device_ids must be None:
+    # "device_ids and output_device arguments only work with single-device/multiple-device GPU
+    # modules or CPU modules, but got device_ids [0]".
+    ddp_model = DDP(model, device_ids=gpu_of(device))
     return train(ddp_model, rank, device, args)
 
 
@@ -81,17 +84,20 @@ def train(ddp_model: DDP, rank: int, device: torch.device,
     """Train on the samples of this rank.
 
     Args:
-        ddp_model: wrapped.
-        rank: whose samples.
-        device: of the outputs.
-        args: the parsed flags.
+        ddp_model: Model wrapped in DDP.
+        rank: Rank whose samples are used.
+        device: Device of the model's outputs.
+        args: Parsed flags.
 
     Returns:
-        The loss on these samples before each step, and at the end.
+        The loss on these samples before each step and after the last one.
+
+    Raises:
+        NotFiniteError: if a loss is infinite or not a number.
     """
     loss_fn = nn.MSELoss()
     optimizer = optim.SGD(ddp_model.parameters(), lr=args.lr)
-    # Tutorial: random labels, which nobody can learn, and one step.
+    # Tutorial: draws random labels, which no model can learn, and makes one step.
     inputs, labels = (tensor.to(device) for tensor in toy_samples(rank, args.seed))
     losses = []
     for step in range(1, args.steps + 1):
@@ -99,47 +105,48 @@ def train(ddp_model: DDP, rank: int, device: torch.device,
         outputs = ddp_model(inputs)
         loss = loss_fn(outputs, labels)
         losses.append(report.require_finite(loss, f"at step {step}"))
-        loss.backward()  # in here, DDP waits for all ranks and averages their gradients
+        loss.backward()  # inside, DDP waits for all ranks and averages their gradients
         optimizer.step()
-    with torch.no_grad():  # only a measurement: on the model itself, without DDP
+    with torch.no_grad():  # a measurement needs no averages: call the model without DDP
         loss = loss_fn(ddp_model.module(inputs), labels)
     return [*losses, report.require_finite(loss, "after the last step")]
 
 
 def gpu_of(device: torch.device) -> list[int] | None:
-    """Return DDP's `device_ids`."""
-    # Tutorial: [rank], which needs a GPU for each rank, on one machine.
+    """Return DDP's `device_ids`: the GPU of this process, or None on the CPU."""
+    # Tutorial: gives [rank], which needs one machine with a GPU for each rank.
     return [device.index] if device.type == "cuda" else None
 
 
 def demo_checkpoint(rank: int, world_size: int, args: argparse.Namespace) -> list[float]:
-    """Save on one rank, load on all, train what was loaded; return this rank's losses."""
+    """Save on one rank, load on all ranks, train what was loaded; return this rank's losses."""
     device = device_for(args.device)
     torch.manual_seed(args.seed)
     ddp_model = DDP(ToyModel().to(device), device_ids=gpu_of(device))
-    # Tutorial: loads into the model that was saved, which would look right without loading.
+    # Tutorial: loads into the model that was saved, which looks right even if nothing is loaded.
     loaded_model = DDP(ToyModel().to(device), device_ids=gpu_of(device))  # other random weights
 
-    # Tutorial: one path in the temporary folder, where two runs overwrite each other's checkpoint.
-    # The launcher removes what ends in .<process id>.tmp, should this process be killed.
-    # On several machines, --output_dir must be a folder that all of them see.
+    # Tutorial: uses one path in the temporary folder, so two runs overwrite each other's file.
+    # If this process is killed, the launcher removes the file, because it ends in .<its id>.tmp.
+    # On several machines, --output_dir must be a folder that all machines share.
     paths = [args.output_dir.resolve() / f".model.{os.getpid()}.tmp"]
-    dist.broadcast_object_list(paths)  # rank 0's
+    dist.broadcast_object_list(paths)  # every rank needs rank 0's path
     [path] = paths
-    if rank == 0:  # all ranks have the same weights; several writers would race for the file
+    if rank == 0:  # all ranks hold the same weights, and several writers would race
         torch.save(ddp_model.state_dict(), path)
-    dist.barrier()  # nobody may read before rank 0 has written
-    # Saved from rank 0's device: without map_location, all ranks would load onto that one.
-    # Tutorial: no weights_only; before torch 2.6, loading ran whatever code was in the file.
+    dist.barrier()  # no rank may read before rank 0 has written
+    # Without map_location, every rank would load onto rank 0's device.
+    # Tutorial: omits weights_only; before torch 2.6, loading ran whatever code the file held.
     loaded_model.load_state_dict(torch.load(path, map_location=device, weights_only=True))
-    dist.barrier()  # Tutorial: deletes after a backward(), in which all have met. Here: before
+    # Tutorial: deletes after a backward(), in which all ranks have met. Here, training comes later.
+    dist.barrier()  # rank 0 may not delete before every rank has read
     if rank == 0:
         path.unlink()
     return train(loaded_model, rank, device, args)
 
 
 class ToyMpModel(nn.Module):
-    """Splits the same network: its first half is on `dev0`, its second on `dev1`."""
+    """The same network, split: the first half on `dev0`, the second half on `dev1`."""
 
     def __init__(self, dev0: torch.device, dev1: torch.device) -> None:
         super().__init__()
@@ -149,23 +156,23 @@ class ToyMpModel(nn.Module):
         self.net2 = nn.Linear(10, 5).to(dev1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the outputs, on `dev1`, of inputs from any device."""
+        """Return the outputs (n, 5), on `dev1`, of inputs (n, 10) on any device."""
         x = self.relu(self.net1(x.to(self.dev0)))
         return self.net2(x.to(self.dev1))
 
 
 def demo_model_parallel(rank: int, world_size: int, args: argparse.Namespace) -> list[float]:
     """Train replicas that are each split over two devices; return this rank's losses."""
-    # Tutorial: dev0 = rank * 2 and dev1 = rank * 2 + 1, which needs two GPUs for each rank.
+    # Tutorial: sets dev0 = rank * 2 and dev1 = rank * 2 + 1, which needs two GPUs for each rank.
     dev0 = dev1 = device_for(args.device)
     n_ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
     if dev0.type == "cuda" and torch.cuda.device_count() >= 2 * n_ranks_here:
-        dev1 = torch.device("cuda", n_ranks_here + int(os.environ["LOCAL_RANK"]))  # no rank's dev0
+        dev1 = torch.device("cuda", n_ranks_here + int(os.environ["LOCAL_RANK"]))  # no dev0
     torch.manual_seed(args.seed)
     mp_model = ToyMpModel(dev0, dev1)
-    # nccl's group here is bound to one GPU of each rank, and this model has two: gloo.
+    # nccl binds the default group to one GPU of each rank. This model uses two, so it needs gloo.
     group = dist.new_group(backend="gloo") if dev1 != dev0 else None
-    # No device_ids: the model has two devices and moves its inputs.
+    # No device_ids, because the model uses two devices and moves its inputs itself.
     ddp_mp_model = DDP(mp_model, process_group=group)
     return train(ddp_mp_model, rank, dev1, args)
 
@@ -174,7 +181,7 @@ DEMOS = {"basic": demo_basic, "checkpoint": demo_checkpoint, "model_parallel": d
 
 
 def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
-    """Join, run the chosen demos one after the other, leave; rank 0 returns the metrics."""
+    """Join, run the chosen demos one after another, leave; return the metrics on rank 0."""
     setup(rank, world_size, args)
     metrics = {"backend": dist.get_backend()}
     for demo in args.demos:
@@ -186,18 +193,22 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
 
 
 def build_parser() -> Parser:
-    """Return the parser of this program's flags."""
+    """Return the parser of the flags."""
     parser = Parser("ddp_basic", __doc__, world_size=2)
     add = parser.add_argument
-    add("--demo", choices=[*DEMOS, "all"], default="all", help="which one")
+    add("--demo", choices=[*DEMOS, "all"], default="all", help="demo to run")
     add("--steps", type=bounded(int, at_least=1), default=10, metavar="N",
-        help="steps of each demo")
+        help="number of steps in each demo")
     add("--lr", type=bounded(float, above=0), default=0.5, help="learning rate of SGD")
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Run, or `--check`; return metrics or differences where they are reported, else None."""
+    """Run, or `--check`.
+
+    Returns:
+        Metrics (with `--check`, the differences) on the reporting process, None elsewhere.
+    """
     args = build_parser().parse_args(argv)
     args.demos = list(DEMOS) if args.demo == "all" else [args.demo]
     return run_program(run_worker, args, role_name, results.finish)

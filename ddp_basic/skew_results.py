@@ -1,4 +1,4 @@
-"""What `skew.py` shows: a table, skew.png, metrics.json, the line of numbers."""
+"""What `skew.py` shows: a table, skew.png, metrics.json and the summary line."""
 
 import argparse
 import statistics
@@ -6,21 +6,19 @@ from collections.abc import Iterable
 
 from common import picture, report
 
-from tracing import page
-
-DRAWN_STEPS = 5
+PLOTTED_STEPS = 5
 WORDS = {
-    "en": {"title": "Rank {rank} loses {delay:g} s in each step, and so do all the others",
-           "x": "time (s)", "y": "rank", "forward": "forward and extra work",
-           "backward with all_reduce": "backward(): mostly waiting for the others"},
+    "en": {"title": "Rank {rank} loses {delay:g} s in each step, and so do all other ranks",
+           "x": "time (s)", "y": "rank", "computes": "forward and extra work",
+           "waits": "backward(): mostly waiting for the other ranks"},
     "ja": {"title": "ランク{rank}が各ステップで{delay:g}秒遅れると、全ランクが遅れる",
-           "x": "時間（秒）", "y": "ランク", "forward": "フォワードパスと追加の処理",
-           "backward with all_reduce": "backward()：ほとんどはほかのランクの待ち"},
+           "x": "時間（秒）", "y": "ランク", "computes": "フォワードパスと追加の処理",
+           "waits": "backward()：ほとんどはほかのランクの待ち"},
 }
 
 
 def metrics_of(rows: list[dict], backend: str) -> dict[str, object]:
-    """Make the metrics from what `train_twice` has returned on each rank: medians of the steps."""
+    """Return medians over the steps, in seconds, of what `train_twice` returned on each rank."""
     rows = [{"compute_s": _median((start, backward) for start, backward, _ in row["spans"]),
              "wait_s": _median((backward, end) for _, backward, end in row["spans"]),
              "step_s": _median((start, end) for start, _, end in row["spans"]),
@@ -35,11 +33,7 @@ def _median(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def finish(metrics: dict, args: argparse.Namespace) -> dict:
-    """Write metrics.json, draw skew.png, print the table and the line of numbers.
-
-    Returns:
-        The whole metrics.
-    """
+    """Write metrics.json, draw skew.png, print table and summary line; return the metrics."""
     metrics = report.save_metrics(args, metrics, metrics["backend"])
     plot(metrics, args)
     report.log("rank0", f"skew: rank {args.slow_rank} takes {args.delay:g} s longer over each of "
@@ -57,25 +51,20 @@ def finish(metrics: dict, args: argparse.Namespace) -> dict:
 
 
 def plot(metrics: dict, args: argparse.Namespace) -> None:
-    """Draw the first steps of every rank as bars over time.
-
-    Args:
-        metrics: their `spans` are, of each rank and step: start, start of backward(), end, in
-            seconds.
-        args: the parsed flags.
-    """
+    """Draw the first steps of each rank as bars over time, from `spans` in the metrics."""
     path, spans = args.output_dir / "skew.png", metrics["spans"]
-    height = 1.8 + 0.7 * len(spans)
-    for axes, words in picture.in_each_language(path, WORDS, [metrics], height=height,
+    zero = min(steps[0][0] for steps in spans)
+    for axes, words in picture.in_each_language(path, WORDS, [metrics],
+                                                height=1.8 + 0.7 * len(spans),
                                                 rank=args.slow_rank, delay=args.delay):
-        zero = min(steps[0][0] for steps in spans)
         for rank, steps in enumerate(spans):
-            computing = [(start - zero, backward - start) for start, backward, _ in steps]
-            waiting = [(backward - zero, end - backward) for _, backward, end in steps]
-            for bars, kind in ((computing, "forward"), (waiting, "backward with all_reduce")):
-                starts, lengths = zip(*bars[:DRAWN_STEPS], strict=True)
-                axes.barh(rank, lengths, left=starts, height=0.7, **page.bar(kind),
-                          label=words[kind] if rank == 0 else None)
+            starts, backwards, ends = zip(*steps[:PLOTTED_STEPS], strict=True)
+            for name, begin, end, look in (("computes", starts, backwards, {"color": "C0"}),
+                                           ("waits", backwards, ends,
+                                            {"color": "C1", "hatch": "////"})):
+                axes.barh(rank, [b - a for a, b in zip(begin, end, strict=True)],
+                          left=[a - zero for a in begin], height=0.7, edgecolor="white",
+                          label=words[name] if rank == 0 else None, **look)
         axes.set_yticks(range(len(spans)))
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")

@@ -1,4 +1,4 @@
-"""What the lesson learns: a teacher knows the classes of bags of indices. No other process here."""
+"""What the model learns: the classes that a teacher gives to bags of indices."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,23 +12,23 @@ BATCHES = 10  # of each trainer in an epoch
 
 
 class Teacher:
-    """Decides on the targets, by a table and a linear layer of its own: the model can learn it."""
+    """A table and a linear layer that decide on the targets, so that the model can learn them."""
 
     def __init__(self, args: Namespace) -> None:
-        # Another seed than the model's, or its table would be the one to learn.
+        # With the model's seed, the model would begin with the table that it should learn.
         generator = torch.Generator().manual_seed(10_000 + args.seed)
         rows, dim, classes = args.num_embeddings, args.embedding_dim, args.num_classes
         self.table = torch.randn(rows, dim, generator=generator, dtype=torch.float32)
         self.weight = torch.randn(classes, dim, generator=generator, dtype=torch.float32)
 
     def target(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Return the class of each bag: shape (bags,)."""
+        """Return the class of each bag, shape (bags,)."""
         sums = F.embedding_bag(indices, self.table, offsets, mode="sum")
         return F.linear(sums, self.weight).argmax(dim=1)
 
 
 def bags_of(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return the number of the bag that each index is in: shape (indices,)."""
+    """Return the number of the bag that holds each index, shape (indices,)."""
     positions = torch.arange(len(indices), device=indices.device)
     return torch.searchsorted(offsets, positions, right=True) - 1
 
@@ -38,24 +38,27 @@ def require_tables(args: Namespace, role_name: Callable[[int, int], str], share:
     """Refuse a table and a dense part that this machine cannot hold.
 
     Args:
-        args: the parsed flags.
-        role_name: the lesson's.
-        share: size of a trainer's weights and gradient of the table, in tables; 0 with a server.
+        args: Parsed flags.
+        role_name: Function that names a rank.
+        share: Size of a trainer's weights and gradient of the table, in tables; 0 with a server.
+
+    Raises:
+        SystemExit: 2 after one line.
     """
     table, dense = (4 * n * args.embedding_dim for n in (args.num_embeddings, args.num_classes))
     n_bytes = 0
     for rank in ranks_here(args):
         role = role_name(rank, args.world_size)
         if role == "ps":
-            n_bytes += table if args.sparse else 2 * table  # the gradient has all rows
+            n_bytes += table if args.sparse else 2 * table  # a dense gradient has all rows
         elif role != "master":
-            # The teacher's own two; the weights, and on a CPU their gradient.
+            # The teacher's table and layer; the weights and, on a CPU, their gradient.
             n_bytes += (1 + share) * table + (3 if on_cpu(args) else 2) * dense
     require_memory(args, ["num_embeddings", "embedding_dim", "num_classes"], n_bytes)
 
 
 def require_parts(args: Namespace, role_name: Callable[[int, int], str]) -> None:
-    """Refuse what cannot be spread over the trainers; see `require_tables`."""
+    """Refuse a table that cannot be spread over the trainers; see `require_tables`."""
     require_own_gpus(args)
-    # The part's weights; their gradient, which has all rows of the part.
+    # A trainer holds the weights of its part and their gradient, which is dense unless --sparse.
     require_tables(args, role_name, (1 if args.sparse else 2) / args.world_size)

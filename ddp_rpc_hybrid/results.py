@@ -1,4 +1,4 @@
-"""What a run reports: metrics, the picture, the line of numbers."""
+"""What a run of `main.py` reports: metrics.json, loss.png and the summary line."""
 
 import time
 from argparse import Namespace
@@ -7,9 +7,7 @@ from common import picture, report
 
 import torch
 import torch.distributed as dist
-import torch.distributed.autograd as dist_autograd
 from torch import nn
-from torch.distributed import rpc
 
 from ddp_rpc_hybrid.data import BATCHES
 
@@ -24,12 +22,12 @@ WORDS = {
 
 
 class History:
-    """Records the steps of one trainer, and how long they take.
+    """Losses, accuracies, bytes and seconds of one trainer's steps.
 
     Args:
-        role: of the trainer.
-        args: the parsed flags.
-        show: whether to print the epochs; one trainer is enough.
+        role: Name of the trainer.
+        args: Parsed flags.
+        show: Whether this trainer prints the epochs; one trainer is enough.
     """
 
     def __init__(self, role: str, args: Namespace, show: bool) -> None:
@@ -38,7 +36,7 @@ class History:
         self.bar = report.progress(args.epochs, "epoch", show=show, role=role)
 
     def begin_epoch(self) -> None:
-        """Start the clock; the batches are there."""
+        """Start the clock after the batches have been made."""
         self.steps, self.started = [], time.perf_counter()
 
     def add(self, loss: torch.Tensor, output: torch.Tensor, target: torch.Tensor,
@@ -46,9 +44,12 @@ class History:
         """Record a step.
 
         Args:
-            loss: before the step.
-            output, target: the scores (bags, classes) that it came from, and the classes (bags,).
-            indices: of all bags.
+            loss: Loss before the step, shape ().
+            output, target: Scores (bags, classes) and right classes (bags,).
+            indices: Indices of all bags, shape (n,).
+
+        Raises:
+            NotFiniteError: if the loss is infinite or not a number.
         """
         at = f"at step {len(self.steps) + 1} of epoch {len(self.epochs) + 1}"
         right = (output.argmax(dim=1) == target).sum().item()
@@ -56,7 +57,7 @@ class History:
         self.n_bytes += self.bytes_of_step(indices, len(target))
 
     def bytes_of_step(self, indices: torch.Tensor, bags: int) -> float:
-        """Count what a step sends over RPC: indices, offsets; the bags' sums and their gradient."""
+        """Return the bytes that a step sends over RPC: indices, offsets, sums, their gradients."""
         of_bag = 2 * self.dim * torch.get_default_dtype().itemsize
         return (len(indices) + bags) * indices.itemsize + bags * of_bag
 
@@ -75,55 +76,38 @@ class History:
         """Return `epochs`, `steps_per_s` and `bytes_per_step`, the mean of `bytes_of_step`."""
         self.bar.close()
         steps = len(self.epochs) * BATCHES
-        return {"epochs": self.epochs, "steps_per_s": steps / self.train_s,
+        return {"epochs": self.epochs, "steps_per_s": report.per_second(steps, self.train_s),
                 "bytes_per_step": self.n_bytes / steps}
 
 
-def of_trainer(history: History, model: nn.Module, criterion: nn.Module,
-               batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> dict:
+def of_trainer(history: History, model: nn.Module, table_gradient_bytes: int) -> dict:
     """Return the metrics of one trainer.
 
     Args:
-        history: of its steps.
-        model, criterion: for one more backward pass on `batch`, without a step: how large is the
-            table's gradient?
+        history: Steps of this trainer.
+        model: Model whose parameters on this trainer are those of the dense part.
+        table_gradient_bytes: Size of the table's gradient in the last batch.
     """
     metrics = history.metrics()
     metrics["bytes_per_step"] += all_reduce_bytes(model)
-    return {**metrics, "table_gradient_bytes": table_gradient_bytes(model, criterion, batch)}
+    return {**metrics, "table_gradient_bytes": table_gradient_bytes}
 
 
 def all_reduce_bytes(dense: nn.Module) -> float:
-    """Return what a trainer sends in a step for the gradients of the dense part, in a ring."""
+    """Return the bytes that a trainer sends per step to average the dense gradients in a ring."""
     n_trainers = dist.get_world_size()
     return 2 * (n_trainers - 1) / n_trainers * sum(param.nbytes for param in dense.parameters())
 
 
-def table_gradient_bytes(model: nn.Module, criterion: nn.Module,
-                         batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> int:
-    """Make one backward pass; return how large the gradient is that it makes on the server."""
-    indices, offsets, target = batch
-    with dist_autograd.context() as context_id:
-        output = model(indices, offsets)
-        dist_autograd.backward(context_id, [criterion(output, target.to(output.device))])
-        return rpc.rpc_sync(model.emb_rref.owner(), _gradient_bytes,
-                            args=(model.emb_rref, context_id))
-
-
-def _gradient_bytes(emb_rref: rpc.RRef, context_id: int) -> int:
-    """Return how large the gradient of the table is in a context, on the server."""
-    return bytes_here(dist_autograd.get_gradients(context_id)[emb_rref.local_value().weight])
-
-
-def bytes_here(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor on this rank; of a sparse one, those of its entries."""
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor; if it is sparse, the bytes of its values and indices."""
     if tensor.is_sparse:
         return tensor._values().nbytes + tensor._indices().nbytes
     return tensor.nbytes
 
 
 def over_trainers(trainers: list[dict]) -> dict:
-    """Return the means over what `of_trainer` gave on each trainer."""
+    """Return means over the trainers, each of which has returned `of_trainer`."""
     epochs = [{key: sum(epoch[key] for epoch in same) / len(same) for key in ("loss", "accuracy")}
               for same in zip(*(trainer["epochs"] for trainer in trainers), strict=True)]
     means = {key: sum(trainer[key] for trainer in trainers) / len(trainers)
@@ -132,32 +116,34 @@ def over_trainers(trainers: list[dict]) -> dict:
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Write metrics.json, draw `loss.png`, print the line of numbers; return the whole metrics."""
+    """Write metrics.json, draw loss.png, print the summary line; return the complete metrics."""
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
-    plot([metrics], args)
-    first, last = metrics["epochs"][0], metrics["epochs"][-1]
+    plot(metrics, args, WORDS, args.world_size - 2)
     trainers = "1 trainer" if args.world_size == 3 else f"{args.world_size - 2} trainers"
-    print(f"{trainers}: loss {first['loss']:.2f} -> {last['loss']:.2f}, "
-          f"accuracy {first['accuracy']:.0%} -> {last['accuracy']:.0%} "
-          f"(chance {1 / args.num_classes:.0%}) | {metrics['steps_per_s']:.0f} steps/s per "
-          f"trainer, {metrics['bytes_per_step'] / 1000:.1f} kB a step")
+    print(f"{trainers}: {summary(metrics, args)}")
     return metrics
 
 
-def plot(runs: list[dict], args: Namespace, texts: dict[str, dict[str, str]] = WORDS,
-         trainers: int | None = None) -> None:
-    """Draw `loss.png`: loss and accuracy per epoch, from the metrics of one or several runs."""
-    path, values = args.output_dir / "loss.png", {
-        "trainers": trainers or args.world_size - 2, "rows": args.num_embeddings,
-        "classes": args.num_classes}
-    for (upper, lower), words in picture.in_each_language(path, texts, runs, panels=2, height=5.5,
-                                                          **values):
-        losses, accuracies = ([[epoch[key] for epoch in run["epochs"]] for run in runs]
-                              for key in ("loss", "accuracy"))
-        numbers = range(1, 1 + len(losses[0]))
-        picture.line(upper, numbers, losses, ".-", color="C0", label=words["loss"])
+def summary(metrics: dict, args: Namespace) -> str:
+    """Return the summary line without the number of trainers."""
+    first, last = metrics["epochs"][0], metrics["epochs"][-1]
+    return (f"loss {first['loss']:.2f} -> {last['loss']:.2f}, "
+            f"accuracy {first['accuracy']:.0%} -> {last['accuracy']:.0%} "
+            f"(chance {1 / args.num_classes:.0%}) | {metrics['steps_per_s']:.0f} steps/s per "
+            f"trainer, {metrics['bytes_per_step'] / 1000:.1f} kB a step")
+
+
+def plot(metrics: dict, args: Namespace, texts: dict[str, dict[str, str]], trainers: int) -> None:
+    """Draw loss.png: loss and accuracy per epoch."""
+    epochs = range(1, 1 + len(metrics["epochs"]))
+    losses, accuracies = ([epoch[key] for epoch in metrics["epochs"]]
+                          for key in ("loss", "accuracy"))
+    for (upper, lower), words in picture.in_each_language(
+            args.output_dir / "loss.png", texts, [metrics], panels=2, height=5.5,
+            trainers=trainers, rows=args.num_embeddings, classes=args.num_classes):
+        upper.plot(epochs, losses, ".-", color="C0", label=words["loss"])
         upper.set_ylim(bottom=0)
-        picture.line(lower, numbers, [[100 * share for share in run] for run in accuracies], ".-",
-                     color="C2", label=words["accuracy"])
+        lower.plot(epochs, [100 * share for share in accuracies], ".-", color="C2",
+                   label=words["accuracy"])
         lower.axhline(100 / args.num_classes, color="0.4", linestyle="--", label=words["chance"])
         lower.set_ylim(0, 105)

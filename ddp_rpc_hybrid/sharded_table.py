@@ -1,8 +1,8 @@
-r"""The same model without a server: the table's rows are spread over the trainers (beyond 6_9).
+r"""The same model without a server: each trainer owns a part of the table's rows (beyond 6_9).
 
-Each trainer owns a part of the rows (model parallel) and a replica of the Linear (data parallel:
-DDP). In a step all of them ask the owners for the rows of their bags, and send the gradients back
-the same way. Nobody is a master or a server, and nobody makes a call: all take part in collectives.
+Each trainer owns a part of the rows (model parallel) and a replica of the Linear (data parallel,
+DDP). In a step, every trainer asks the owners for the rows of its bags, and sends the gradients
+back the same way. There is no master, no server and no RPC: all trainers join in collectives.
 
     rank 0 "trainer0"                                     rank 1 "trainer1"
     +--------------------------+   all_to_all: indices    +--------------------------+
@@ -14,12 +14,12 @@ the same way. Nobody is a master or a server, and nobody makes a call: all take 
     | DDP(Linear)              |   all_reduce             | DDP(Linear)              |
     +--------------------------+                          +--------------------------+
 
-The server of main.py applies the trainers' steps of the table one by one, in any order; here the
-gradients of a step are added up and applied together, to the weights that all have looked up.
+The server of main.py applies the trainers' steps of the table one by one, in any order. Here, the
+owners add up the gradients of a step and apply them together, to the rows that were looked up.
 
-What it wins: 161 steps/s per trainer where main.py makes 99 (100 rows, two trainers on 2 cores),
-and nobody keeps the model's whole table (each draws it once, at the start). What it costs: all
-trainers wait for the slowest in each step.
+Gains: 161 steps/s per trainer where main.py makes 99 (100 rows, two trainers on 2 cores), and no
+process keeps the full table (each rank draws it once, at the start). Costs: in each step, all
+trainers wait for the slowest one.
 
     python ddp_rpc_hybrid/sharded_table.py --world_size 2     N processes are N trainers
     python ddp_rpc_hybrid/sharded_table.py --check            the same numbers as one process?
@@ -46,19 +46,19 @@ from ddp_rpc_hybrid.main import TRAINER_NAME, add_model_flags, get_next_batch
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank: all are trainers."""
+    """Return the name of a rank: all ranks are trainers."""
     return TRAINER_NAME.format(rank)
 
 
 def exchange(tensor: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-    """Make an all_to_all: the first `send[0]` entries of a tensor go to rank 0, and so on.
+    """Run an all_to_all: the first `send[0]` entries of a tensor go to rank 0, and so on.
 
     Args:
-        tensor: of shape (sum(send), ...).
-        send, receive: lists of numbers of entries, one for each rank.
+        tensor: Entries to send, shape (sum(send), ...).
+        send, receive: Numbers of entries, one for each rank.
 
     Returns:
-        What has arrived, ordered by ranks: shape (sum(receive), ...).
+        Received entries, ordered by rank, shape (sum(receive), ...).
     """
     received = tensor.new_empty((sum(receive), *tensor.shape[1:]))
     dist.all_to_all_single(received, tensor.contiguous(), receive, send)
@@ -66,78 +66,82 @@ def exchange(tensor: torch.Tensor, send: list[int], receive: list[int]) -> torch
 
 
 class AllToAll(torch.autograd.Function):
-    """Exchanges tensors that need a gradient, which goes back the way that the entries came."""
+    """all_to_all of tensors that need a gradient, which returns the way that the entries came."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, tensor: torch.Tensor, send: list[int],
                 receive: list[int]) -> torch.Tensor:
-        """See `exchange`."""
+        """Send and receive; see `exchange`."""
         ctx.counts = send, receive
         return exchange(tensor, send, receive)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
-        """Fetch the gradient of what was sent from the ranks that have received it."""
+        """Fetch the gradients of the sent entries from the ranks that received them."""
         send, receive = ctx.counts
         return exchange(gradient, receive, send), None, None
 
 
 class AllToAllTable(nn.Module):
-    """Has the rows that this rank owns, and asks the others for theirs.
+    """A table whose rows belong to all ranks: each rank holds a part and asks for the other rows.
 
     An owner adds up its rows of each bag before it answers, as row-wise sharded tables of TorchRec
-    do (https://docs.pytorch.org/torchrec/): one sum from each owner, for up to ten rows of a bag.
+    do (https://docs.pytorch.org/torchrec/). A bag of up to ten rows costs one sum from each owner.
 
     Args:
-        table: all rows, (num_embeddings, embedding_dim); this rank keeps a copy of its own.
-        rank, world_size: of the trainers.
-        sparse: whether their gradient holds only the rows that were looked up.
+        table: All rows, (num_embeddings, embedding_dim); this rank keeps a copy of its part.
+        rank, world_size: Rank of this trainer, and number of trainers.
+        sparse: Whether the gradient holds only the rows that were looked up.
     """
 
     def __init__(self, table: torch.Tensor, rank: int, world_size: int, sparse: bool) -> None:
         super().__init__()
         self.world_size = world_size
         self.part = -(-len(table) // world_size)  # rounded up: last parts may be shorter, or empty
+        # A view instead of a clone would keep the memory of the full table on each rank.
         mine = table[rank * self.part : (rank + 1) * self.part].clone()
         self.rows = nn.EmbeddingBag.from_pretrained(mine, freeze=False, mode="sum", sparse=sparse)
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Return the sums (bags, embedding_dim) of this rank's bags, the i-th from `offsets[i]`."""
+        """Return the sums (bags, embedding_dim) of this rank's bags; bag i begins at `offsets[i]`.
+
+        All ranks must call it together.
+        """
         one_each, my_bags = [1] * self.world_size, [len(offsets)] * self.world_size
-        # What each owner is asked: which of its rows, and for which bag of mine.
+        # A question to an owner names one of its rows, and the bag here that needs the row.
         owner = indices // self.part
         questions = torch.stack([indices % self.part, bags_of(indices, offsets)], dim=1)
         questions = questions[owner.argsort(stable=True)]
         n_questions = owner.bincount(minlength=self.world_size)
-        # Nobody knows how much the others will ask: first the counts go round, then the questions.
+        # No rank knows how much the others will ask: the counts go first, then the questions.
         counts = torch.stack([n_questions, torch.full_like(n_questions, len(offsets))], dim=1)
         n_asked, their_bags = exchange(counts, one_each, one_each).unbind(dim=1)
         asked = exchange(questions, n_questions.tolist(), n_asked.tolist())
-        # Number the bags of all ranks on end: bag b of rank r is the one number first[r] + b.
+        # Number the bags of all ranks consecutively: bag b of rank r gets number first[r] + b.
         first = their_bags.cumsum(dim=0) - their_bags
         bags = asked[:, 1] + first.repeat_interleave(n_asked)
         begin = torch.searchsorted(bags, torch.arange(their_bags.sum(), device=bags.device))
-        sums = self.rows(asked[:, 0], begin)  # zeros for a bag that has none of these rows
+        sums = self.rows(asked[:, 0], begin)  # zeros for a bag with none of these rows
         answers = AllToAll.apply(sums, their_bags.tolist(), my_bags)
         return answers.view(self.world_size, len(offsets), -1).sum(dim=0)
 
 
 class ShardedModel(nn.Module):
-    """Computes what HybridModel of main.py does, with the table among the trainers, not by RPC."""
+    """The HybridModel of main.py, with the table on the trainers instead of behind RPC."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, args: Namespace) -> None:
         super().__init__()
-        # All ranks draw the whole table, that of main.py's server, and keep their part of it.
+        # Each rank draws the full table, the same as main.py's server, and keeps its part.
         torch.manual_seed(args.seed)
         table = nn.EmbeddingBag(args.num_embeddings, args.embedding_dim).weight.detach().to(device)
         self.table = AllToAllTable(table, rank, world_size, args.sparse)
         torch.manual_seed(args.seed)
         fc = nn.Linear(args.embedding_dim, args.num_classes).to(device)
-        # DDP has the Linear alone: there is no second copy of the rows to average with.
+        # DDP wraps only the Linear, because no other rank has a copy of these rows to average with.
         self.fc = DDP(fc, device_ids=[device] if device.type == "cuda" else None)
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Turn bags of indices, the i-th from `offsets[i]` on, into scores (bags, classes)."""
+        """Return scores (bags, classes) of bags of indices; bag i begins at `offsets[i]`."""
         return self.fc(self.table(indices, offsets))
 
 
@@ -145,7 +149,7 @@ def train(rank: int, world_size: int, args: Namespace) -> dict:
     """Train this rank's part of the model; return the metrics of this trainer."""
     device = device_of_group(args)
     model = ShardedModel(rank, world_size, device, args)
-    # Each rank steps what it has: its rows, and its replica of the Linear.
+    # Each rank steps its own rows and its replica of the Linear.
     opt = optim.SGD(model.parameters(), lr=args.lr)
     criterion = nn.CrossEntropyLoss()
     teacher = Teacher(args)
@@ -158,8 +162,8 @@ def train(rank: int, world_size: int, args: Namespace) -> dict:
             opt.zero_grad()
             output = model(indices, offsets)
             loss = criterion(output, target)
-            # In here, DDP averages the gradients of the Linear, and the owners add up those of
-            # their rows: of all trainers, not averaged, as the server's steps add up, too.
+            # Inside, DDP averages the gradients of the Linear over the trainers. The owners add up
+            # the gradients of their rows, as the steps on main.py's server add up, too.
             loss.backward()
             opt.step()
             history.add(loss, output, target, indices)
@@ -168,7 +172,7 @@ def train(rank: int, world_size: int, args: Namespace) -> dict:
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Join, train, leave; return the metrics of all trainers on rank 0."""
+    """Join, train, leave; return the metrics over all trainers on rank 0, None elsewhere."""
     dist.init_process_group(**group_options(args, device_of_group(args)), rank=rank,
                             world_size=world_size)
     trainers = [None] * world_size
@@ -179,14 +183,18 @@ def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 
 def build_parser() -> Parser:
-    """Return the parser of this program's flags."""
+    """Return the parser of the flags."""
     parser = Parser("ddp_rpc_hybrid/sharded_table", __doc__, world_size=2)
     add_model_flags(parser)
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences where they are reported, else None."""
+    """Train, or `--check`.
+
+    Returns:
+        Metrics (with `--check`, the differences) on the reporting process, None elsewhere.
+    """
     args = build_parser().parse_args(argv)
     require_parts(args, role_name)
     return run_program(run_worker, args, role_name, results.finish)
