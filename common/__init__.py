@@ -1,4 +1,4 @@
-"""What every tutorial repeats and none teaches. Where nothing of it can run, one line says why."""
+"""What every tutorial repeats and none teaches. If no program can run here, one line says why."""
 
 import os
 import re
@@ -17,15 +17,15 @@ ROOT = Path(__file__).resolve().parents[1]
 main_file = getattr(sys.modules["__main__"], "__file__", None)
 if (main_file and Path(main_file).resolve().parent.parent == ROOT
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
-    signal.signal(signal.SIGINT, interrupted)  # of a program; not of pytest, nor of a notebook
+    signal.signal(signal.SIGINT, interrupted)  # only in a program: pytest and notebooks go on
 
-# The oldest. A still older Python must get as far as the line: hence the quoted annotations.
+# The oldest versions. An older Python must reach the line that refuses it, hence the quotes.
 PYTHON, TORCH = (3, 11), (2, 11)
 
 
 def why_not(platform: str = sys.platform,
             python: "tuple[int, int]" = sys.version_info[:2]) -> "str | None":
-    """Explain in a sentence why these examples cannot run here; return None where they can."""
+    """Explain in a sentence why these examples cannot run here; return None if they can."""
     if platform == "win32":
         return ("torch has no RPC on Windows; use WSL, Windows' own Linux: `wsl --install`, then "
                 "the same commands there (https://learn.microsoft.com/windows/wsl/install)")
@@ -44,7 +44,7 @@ def why_not(platform: str = sys.platform,
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null in place of what is closed (`2>&-`): else a socket would take its number."""
+    """Open /dev/null for each closed stream (`2>&-`); otherwise a socket would take its number."""
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(descriptor)
@@ -55,11 +55,11 @@ def open_standard_streams() -> None:
 
 
 open_standard_streams()
-# C++ of torch reads this when it is imported: without warnings, of which every rank would print one
-# for each rank that is gone.
+# torch's C++ reads this when it is imported. With warnings, every rank would print one for each
+# rank that is gone.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # left over: torchrun gives all of them
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # left over: torchrun sets all five variables
 if reason := why_not():
     print(f"error: {reason}", file=sys.stderr)
     raise SystemExit(2)

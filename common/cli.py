@@ -3,13 +3,15 @@
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
 from common.environment import address_of
-from common.limits import (  # noqa: F401  lessons take what they check from here, too
+from common.limits import (  # noqa: F401  lessons import some of these names from here
     given,
     refuse,
     require_file,
@@ -20,27 +22,28 @@ from common.limits import (  # noqa: F401  lessons take what they check from her
     require_writable_folder,
     shortened,
 )
+from common.picture import asked_for
 
 import torch
 import torch.distributed as dist
 
-# Seeds of generators are up to a million times as large, and must stay below 2**63.
+# Generators get seeds that are up to a million times larger, and these must stay below 2**63.
 LARGEST_SEED = 2**31 - 1
 LARGEST_LR = 1e30  # Adam divides it by numbers below 1, and the result must be a float32
 TRANSPORTS = ("shm", "ibv", "uv")  # of TensorPipe: shared memory, InfiniBand, TCP
 LARGEST_INT = 2**63 - 1  # that tensors and their libraries can hold
 MOST_PROCESSES = 2**16  # on all machines together
-SHORTEST_S = 0.01  # below it, some libraries round to 0, and take that for "for ever"
-LONGEST_S = 10_000_000.0  # a third of a year: what the timers of all libraries can hold
-# What may differ where a training goes on from a checkpoint: how long, where its files are, what is
-# shown of it. That the text of --corpus is the same is seen from the characters in the checkpoint.
+SHORTEST_S = 0.01  # some libraries round shorter times to 0, which means "forever" to them
+LONGEST_S = 10_000_000.0  # a third of a year: the timers of all libraries can hold it
+# Flags that may change when a training run continues from a checkpoint: its length, the places of
+# its files, its output. The characters in the checkpoint show whether --corpus has the same text.
 MAY_CHANGE = {"checkpoint", "resume", "data_dir", "corpus", "log_interval", "epochs",
               "max_episodes", "reward_threshold"}
-RESUME = "with the same flags: only how long, on how many ranks and where may differ"
+RESUME = "with the same flags, except the length, the number of ranks and the places of files"
 
 
 class PlainParser(argparse.ArgumentParser):
-    """Parses arguments; shows a default in every help text, and refuses in one line."""
+    """A parser that shows a default in every help text and refuses in one line."""
 
     def __init__(self, description: str) -> None:
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
@@ -49,24 +52,41 @@ class PlainParser(argparse.ArgumentParser):
         """End with one line, instead of argparse's usage and line."""
         refuse(shortened(message, 500))
 
+    def parse_args(self, args: Sequence[str] | None = None,
+                   namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        """Parse; end with one line after a flag that does not exist."""
+        args, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            refuse(f"unrecognized arguments: {shortened(' '.join(unknown), 400)}"
+                   f"{self._advice(unknown[0].partition('=')[0])}")
+        return args
+
+    def _advice(self, flag: str) -> str:
+        """Return how to correct `flag`, which does not exist; "" if that is unknown."""
+        if flag in ("--local-rank", "--local_rank"):
+            return "; torch.distributed.launch gives this flag: start the program with torchrun"
+        flags = re.findall(r"--\w+", self.format_usage())
+        similar = get_close_matches(flag, flags, n=1, cutoff=0.75)
+        return f"; did you mean {similar[0]}?" if similar else ""
+
 
 class Parser(PlainParser):
-    """Parses the flags of an example, and those that all examples share.
+    """A parser of an example's flags and of the flags that all examples share.
 
-    With `--checkpoint`, `args.settings` has those that a resumed training must have, too.
+    With `--checkpoint`, `args.settings` holds the flags that a resumed training run must repeat.
 
     Args:
-        example: the folder under outputs/ that it writes into: "rpc_rl" (main.py), "rpc_rl/fast".
-        description: the script's docstring.
-        world_size: default number of processes; None if the example finds it out from other flags.
-        min_world_size: the fewest processes the example makes sense with.
+        example: Folder under outputs/ for the results: "rpc_rl" (main.py), "rpc_rl/fast".
+        description: Docstring of the script.
+        world_size: Default number of processes; None if other flags determine it.
+        min_world_size: Smallest useful number of processes.
         distributed: False for an example of one process: no ranks, no timeout, not under torchrun.
         rpc: Whether the processes use RPC, which opens many files.
     """
 
     def __init__(self, example: str, description: str, world_size: int | None = 1,
                  min_world_size: int = 1, distributed: bool = True, rpc: bool = False) -> None:
-        self.own_flags = []  # the flags of this program alone
+        self.own_flags = []  # flags of this program alone
         super().__init__(description)
         self.distributed, self.rpc = distributed, rpc
         self.set_defaults(example=example, checkpoint_rank=0, default_master_addr=None,
@@ -75,34 +95,34 @@ class Parser(PlainParser):
         add = self.common.add_argument
         if distributed:
             processes = bounded(int, at_least=min_world_size, at_most=MOST_PROCESSES)
-            found_out = "" if world_size else " (default: as many as are needed)"
+            found_out = "" if world_size else " (default: what the other flags need)"
             add("--world_size", type=processes, default=world_size, metavar="N",
                 help=f"number of processes{found_out}")
             add("--rank", type=bounded(int, at_least=0), metavar="R",
                 help="manual launch: start only this rank; needs --master_addr "
                      "(default: start all ranks here)")
             add("--master_addr", type=host, metavar="HOST",
-                help="with --rank: the machine of rank 0 (default: none)")
+                help="manual launch: the machine of rank 0 (default: none)")
             add("--master_port", type=bounded(int, at_least=1, at_most=65535), default=29500,
-                metavar="PORT", help="with --rank: a free port there")
-            # forkserver would do on macOS too, but there torch's libraries may not survive a fork.
+                metavar="PORT", help="manual launch: a free port on the machine of rank 0")
+            # macOS has forkserver, too, but there torch's libraries may not survive a fork.
             add("--start_method", choices=["forkserver", "spawn"],
                 default="forkserver" if sys.platform == "linux" else "spawn",
-                help="how the processes are started; spawn is what mp.spawn does")
+                help="method that starts the processes; mp.spawn uses spawn")
             seconds = bounded(float, at_least=SHORTEST_S, at_most=LONGEST_S)
             add("--timeout", type=seconds, default=60.0, metavar="S",
-                help="seconds that any wait for another process may take")
+                help="longest time in seconds to wait for another process")
         add("--device", choices=["auto", "cpu", "cuda"], default="auto",
-            help="where the models compute")
+            help="device of the models")
         add("--seed", type=bounded(int, at_least=0, at_most=LARGEST_SEED), default=0,
-            help="of all random numbers")
+            help="seed for all random number generators")
         add("--output_dir", type=Path, default=Path("outputs", example), metavar="DIR",
-            help="for metrics.json and the pictures")
-        if example.startswith("benchmark"):  # which has no oracle
+            help="folder for metrics.json and the pictures")
+        if example.startswith("benchmark"):  # it has no oracle
             self.set_defaults(check=False)
         else:
             add("--check", action="store_true",
-                help="prove the example against a single process instead of running it")
+                help="compare the example with a single-process reference, step by step")
 
     def add_argument(self, *names: str, **options) -> argparse.Action:
         """Add a flag of this program alone; see `argparse`."""
@@ -113,13 +133,13 @@ class Parser(PlainParser):
     def add_checkpoint_flags(self, rule: str = RESUME) -> None:
         """Add `--checkpoint FILE` and `--resume`.
 
-        Rank 0 writes the file, unless `set_defaults(checkpoint_rank=...)` names another one.
+        Rank 0 writes the file, unless `set_defaults(checkpoint_rank=...)` names another rank.
 
         Args:
-            rule: what a checkpoint fixes, and what a flag may change.
+            rule: Which flags a resumed run must repeat, in words for the help text.
         """
         self.add_argument("--checkpoint", type=Path, metavar="FILE",
-                          help="save the training here (default: nowhere)")
+                          help="file for the state of the training run (default: none)")
         self.add_argument("--resume", action="store_true",
                           help=f"continue from --checkpoint, {rule}")
 
@@ -128,13 +148,14 @@ class Parser(PlainParser):
         """Parse and validate.
 
         Raises:
-            SystemExit: 2 after one line that names the flag, its value and what is accepted.
+            SystemExit: 2 after one line with the flag, its value and the accepted values.
         """
         args = super().parse_args(args, namespace)
         self._check_ranks(args)
         if getattr(args, "lr", 0) > LARGEST_LR:
             refuse(f"--lr {args.lr:g} must be at most {LARGEST_LR:g}")
         require_threads()
+        asked_for()  # refuses a language of PICTURE_LANGUAGES that no picture has
         transports = os.environ.get("RPC_TRANSPORTS", "")
         if transports and not set(transports.split(",")) <= set(TRANSPORTS):
             refuse(f"RPC_TRANSPORTS={shortened(transports)} must be one or more of "
@@ -152,12 +173,12 @@ class Parser(PlainParser):
         return args
 
     def _settings(self) -> list[str]:
-        """Return the names of the flags that a training keeps: the seed, and of its own most."""
+        """Return the names of the flags that a resumed training run must repeat."""
         return ["seed", *(action.dest for action in self.own_flags
                           if action.dest not in MAY_CHANGE | {"help"})]
 
     def _check_ranks(self, args: argparse.Namespace) -> None:
-        """Refuse ranks that this command cannot start; take torchrun's world size."""
+        """Refuse ranks that this command cannot start; use torchrun's world size."""
         if dist.is_torchelastic_launched():
             if not self.distributed and os.environ["WORLD_SIZE"] != "1":
                 refuse("this example is one process, which drives all devices: "
@@ -183,7 +204,7 @@ class Parser(PlainParser):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the docstring unchanged, and defaults except where the text already has them."""
+    """A formatter that keeps the docstring, and adds a default to each text without one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if "(default" in action.help else super()._get_help_string(action)
@@ -192,11 +213,11 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 def bounded(kind: type[int] | type[float], at_least: float | None = None,
             above: float | None = None,
             at_most: float | None = None) -> Callable[[str], int | float]:
-    """Make an argparse type: an int or a float within bounds; NaN and infinity are refused.
+    """Make an argparse type: an int or a float within bounds, neither NaN nor infinite.
 
     Args:
         kind: `int` or `float`.
-        at_least, above, at_most: the bounds, each optional.
+        at_least, above, at_most: Optional bounds.
     """
     limits = (("at least", at_least), ("above", above), ("at most", at_most))
     words = [f"{word} {limit:.15g}" if isinstance(limit, float) else f"{word} {limit}"
@@ -206,7 +227,7 @@ def bounded(kind: type[int] | type[float], at_least: float | None = None,
     def convert(text):
         try:
             value = kind(text)
-            # Python would take 1_0 for ten, and digits of all scripts.
+            # Python would read 1_0 as ten, and accept the digits of all scripts.
             valid = math.isfinite(value) and text.isascii() and "_" not in text
         except (ValueError, OverflowError):
             valid = False
@@ -223,7 +244,7 @@ def bounded(kind: type[int] | type[float], at_least: float | None = None,
 
 
 def host(text: str) -> str:
-    """Accept a host's name or IPv4 address that can be resolved, as an argparse type."""
+    """Accept a host's name or IPv4 address that can be resolved (an argparse type)."""
     try:
         if not text or ":" in text:
             raise OSError
@@ -238,14 +259,14 @@ def host(text: str) -> str:
 
 
 def starts_rank(args: argparse.Namespace, rank: int) -> bool:
-    """Return whether this command starts `rank`: only then must the files of that rank be here."""
+    """Return whether this command starts `rank`, whose files must then be on this machine."""
     if dist.is_torchelastic_launched():
         return int(os.environ["RANK"]) == rank
     return args.rank is None or args.rank == rank
 
 
 def require_own_gpus(args: argparse.Namespace) -> None:
-    """Refuse `--device cuda` where several ranks would have to share a GPU."""
+    """Refuse `--device cuda` if several ranks would have to share a GPU."""
     gpus = torch.cuda.device_count()
     if args.device == "cuda" and gpus < len(ranks_here(args)):
         refuse(f"--device cuda must be cpu or auto: torch sees {gpus} GPUs, and here each rank "
@@ -253,7 +274,7 @@ def require_own_gpus(args: argparse.Namespace) -> None:
 
 
 def ranks_here(args: argparse.Namespace) -> range:
-    """Return the ranks that this command starts; under torchrun, those of this machine."""
+    """Return the ranks that this command starts; under torchrun, the ranks of this machine."""
     if dist.is_torchelastic_launched():
         first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
         return range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -261,5 +282,5 @@ def ranks_here(args: argparse.Namespace) -> range:
 
 
 def on_cpu(args: argparse.Namespace) -> bool:
-    """Return whether the models compute in the memory of this machine, not in that of its GPUs."""
+    """Return whether the models compute in main memory, not in the memory of a GPU."""
     return args.device == "cpu" or not torch.cuda.is_available()

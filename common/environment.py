@@ -2,12 +2,11 @@
 
 import contextlib
 import faulthandler
-import functools
-import glob
 import logging
 import multiprocessing
 import os
 import resource
+import signal
 import socket
 import sys
 import tempfile
@@ -56,7 +55,8 @@ def serve(host: str, port: int) -> tuple[dist.TCPStore, str]:
     everywhere = is_loopback(address) and not is_loopback(host)
     try:
         listener = socket.create_server(("" if everywhere else address, port), backlog=1024)
-        socket.create_connection((address, listener.getsockname()[1]), timeout=5).close()
+        own_port = listener.getsockname()[1]
+        socket.create_connection((address, own_port), timeout=5).close()
     except OSError as error:
         reason = (os.strerror(error.errno) if error.errno else str(error)).lower()
         if port:
@@ -64,10 +64,9 @@ def serve(host: str, port: int) -> tuple[dist.TCPStore, str]:
                    "give another port to all ranks")
         refuse(f"this machine cannot connect to itself at {address} ({reason}); "
                "is its loopback interface up?")
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(address, port, None, True, LIMIT, wait_for_workers=False,
+    store = dist.TCPStore(address, own_port, None, True, LIMIT, wait_for_workers=False,
                           master_listen_fd=listener.detach())
-    return store, f"{address}:{port}"
+    return store, f"{address}:{own_port}"
 
 
 def connect(address: str, deadline: float = 0.0) -> dist.TCPStore:
@@ -118,16 +117,15 @@ def interface_towards(host: str) -> str | None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address_of(host), 9))  # chooses the route; a datagram socket sends nothing
         own = probe.getsockname()[0]
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(entry.address == own for entry in addresses):
-                return name
+        return next((name for name, addresses in psutil.net_if_addrs().items()
+                     if own in [entry.address for entry in addresses]), None)
     return None
 
 
 # --- before the processes start
 
 
-def prepare_fork_server(run_worker: Callable) -> None:
+def prepare_start(run_worker: Callable) -> None:
     """Say what the fork server imports, once for all ranks, and where its socket is."""
     modules, file = [*PRELOAD], getattr(sys.modules[run_worker.__module__], "__file__", None)
     program = Path(file or "").resolve()
@@ -141,6 +139,11 @@ def prepare_fork_server(run_worker: Callable) -> None:
     os.environ["PYTHONSAFEPATH"] = "1"
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPDIR:
         tempfile.tempdir = "/tmp"  # where multiprocessing makes the folder of its socket
+    with contextlib.suppress(ImportError, AttributeError):
+        # Now, because multiprocessing would start it in a thread that blocks signals, and unblock
+        # them. (Not documented. Without it, an early Ctrl-C shows tracebacks.)
+        from multiprocessing import resource_tracker
+        resource_tracker.ensure_running()
 
 
 def raise_open_files() -> None:
@@ -170,8 +173,10 @@ def begin() -> None:
     # Wait for 1 s, not 5, for a name server that does not answer: torch asks for the name of each
     # address that it connects to, for its log. glibc reads this when it is asked first.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-    # If C++ crashes or aborts, print the lines in which this thread was.
+    # If C++ crashes or aborts, print the lines in which this thread was; on SIGUSR1, the lines in
+    # which all threads are.
     faulthandler.enable(file=2, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=2)
 
 
 # --- in a rank
@@ -187,7 +192,6 @@ def enter(args: Namespace, rank: int, local_rank: int, local_world_size: int,
         local_rank, local_world_size: Its rank and the number of ranks on this machine.
         init_method: Where the processes meet, for `common.session`.
     """
-    cores = joblib.cpu_count()  # not all of them in a container
     under_torchrun = init_method == "env://"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "INIT_METHOD")
     values = (rank, args.world_size, local_rank, local_world_size, init_method)
@@ -204,9 +208,13 @@ def enter(args: Namespace, rank: int, local_rank: int, local_world_size: int,
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         if interface is not None:
             os.environ.setdefault(name, interface)
-    together = args.rank is None and not under_torchrun  # one command has started all ranks
-    if transports := rpc_transports(local_world_size, cores, together):
-        os.environ.setdefault("RPC_TRANSPORTS", transports)
+    cores = joblib.cpu_count()  # not all of them in a container
+    if local_world_size > cores and (under_torchrun or args.rank is not None):
+        # Shared memory (shm) is RPC's fastest transport, but a thread polls it. Between polls it
+        # lets the processes of its session run; these ranks have several sessions. Polling then
+        # takes the time of the ranks that compute (Linux, sched_autogroup): ddp_rpc_hybrid became
+        # up to twice as slow. TCP (uv) does not poll.
+        os.environ.setdefault("RPC_TRANSPORTS", "uv")
     # Otherwise each process would take all cores: the largest single cost of RPC examples on small
     # machines.
     torch.set_num_threads(users_threads() or max(1, cores // local_world_size))
@@ -216,22 +224,6 @@ def enter(args: Namespace, rank: int, local_rank: int, local_world_size: int,
     distributed_c10d.default_pg_nccl_timeout = timedelta(seconds=args.timeout)
     quiet()
     reproducible(args)
-    # RPC prints every exception where it was raised, also those that only follow from another one.
-    # The launcher prints the one that counts. (If this private name goes, it is printed twice.)
-    with contextlib.suppress(AttributeError):
-        rpc.internal.print = lambda *_, **__: None
-
-
-def rpc_transports(local_world_size: int, cores: int, together: bool) -> str | None:
-    """Return TensorPipe's transports for RPC_TRANSPORTS, or None for all of them.
-
-    Shared memory (shm) is the fastest transport, but a thread polls it all the time. Between polls
-    it lets the other processes of its session run. Processes that one command has started share a
-    session; under torchrun and in separate terminals they do not. If they then outnumber the cores,
-    polling takes the time of those that compute (Linux, sched_autogroup): ddp_rpc_hybrid became up
-    to twice as slow. In that case TCP (uv) is the only transport.
-    """
-    return "uv" if local_world_size > cores and not together else None
 
 
 def reproducible(args: Namespace) -> None:
@@ -256,24 +248,26 @@ def users_threads() -> int | None:
 
 
 def quiet() -> None:
-    """Filter exactly the warnings that torch gives in a normal run of these examples."""
+    """Keep a normal run of these examples free of torch's warnings, and of nothing else."""
     # init_rpc hands its own gloo Backend to a collective that would rather have a ProcessGroup.
     warnings.filterwarnings("ignore", message=r"You are using a Backend .* as a ProcessGroup")
-    # DistributedOptimizer compiles optimizers to TorchScript, which is deprecated, and says so on
-    # any filter; if it does not compile one, because of its class or because this Python has no
-    # TorchScript any more, it warns of that.
+    # DistributedOptimizer compiles optimizers to TorchScript, which is deprecated. If it does not
+    # compile one, because of its class or its Python, it warns of that.
     warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated",
                             category=DeprecationWarning)
-    if getattr(warnings.showwarning, "func", None) is not _show_unless_known:
-        warnings.showwarning = functools.partial(_show_unless_known, warnings.showwarning)
-        logging.getLogger("torch.distributed.optim.optimizer").addFilter(
-            lambda record: not record.getMessage().startswith("Creating the optimizer"))
+    logging.getLogger("torch.distributed.optim.optimizer").addFilter(
+        lambda record: not record.getMessage().startswith("Creating the optimizer"))
+    show = warnings.showwarning
 
+    def show_unless_known(message, *where, **options):  # torch says this one on any filter
+        if not str(message).startswith("`TorchScript` support for functional optimizers is"):
+            show(message, *where, **options)
 
-def _show_unless_known(show: Callable, message: object, *where, **options) -> None:
-    known = "`TorchScript` support for functional optimizers is deprecated"
-    if not str(message).startswith(known):
-        show(message, *where, **options)
+    warnings.showwarning = show_unless_known
+    # RPC prints every exception where it was raised, also those that only follow from another one.
+    # The launcher prints the one that counts. (If this private name goes, it is printed twice.)
+    with contextlib.suppress(AttributeError):
+        rpc.internal.print = lambda *_, **__: None
 
 
 # --- after a rank
@@ -285,9 +279,7 @@ def remove_half_written(args: Namespace, pids: Sequence[int]) -> None:
     `report.replacing` puts the id of its process into the name.
     """
     checkpoint, writers = getattr(args, "checkpoint", None), {str(pid) for pid in pids}
-    left = [*args.output_dir.glob(".*.*.tmp")]
-    if checkpoint is not None:  # in its folder, other runs may be writing theirs
-        left += checkpoint.parent.glob(f".{glob.escape(checkpoint.name)}.*.tmp")
-    for path in left:
-        if path.name.split(".")[-2] in writers:
-            path.unlink(missing_ok=True)
+    for folder in {args.output_dir, checkpoint.parent if checkpoint else args.output_dir}:
+        for path in folder.glob(".*.*.tmp"):
+            if path.name.split(".")[-2] in writers:
+                path.unlink(missing_ok=True)

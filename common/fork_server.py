@@ -1,11 +1,11 @@
-"""For the fork server only, which imports this after all else that its ranks share."""
+"""The last import of the fork server, after all modules that its ranks share."""
 
 import atexit
 import gc
 import os
 
-# It ends at once: taking torch apart would take a second, in which it holds the output open.
+# The fork server ends at once: taking torch apart takes a second and holds the output open.
 atexit.register(os._exit, 0)
-# What was imported stays. The ranks' garbage collectors need not look at it, and copy no pages.
+# The garbage collectors of the ranks skip what was imported, so they do not copy its memory.
 gc.collect()
 gc.freeze()

@@ -5,7 +5,7 @@
     manual     python X/main.py --world_size 3 --rank 1 ... this terminal is one rank
 
 One idea serves all three launch modes. All ranks connect to one TCPStore. A thread of each rank
-writes its state there every second: a beat, whether the rank has left, and how it has failed.
+writes its state there every second: a heartbeat, whether the rank has left, and how it has failed.
 
     rank 0 -- state --> +-------+
     rank 1 -- state --> | store | -- all states --> the launcher (local), or every rank (torchrun,
@@ -20,24 +20,21 @@ import json
 import linecache
 import os
 import re
-import select
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing import Pipe, active_children, connection
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple, NoReturn
 
 from common import ROOT, environment
-from common.limits import shortened
 
 import psutil
 import torch.distributed as dist
@@ -48,10 +45,12 @@ SILENT_S = 3.5  # a rank that is silent for this long while another rank waits i
 GRACE_S = 4.0  # after a failure that may follow from another rank's, look for the cause this long
 START_S = 60.0  # a process may need this long until its first beat, because it imports torch
 JOIN_S = 8.0  # manual launch: a rank may join this much later than --timeout, for the same reason
-LONGEST = 100_000  # characters of a traceback
+DUMP_S = 0.1  # within this time, a rank prints where its threads are
+INNERMOST = "the innermost line first"  # how faulthandler prints a thread
 PIECE = 2**22  # bytes of a result in one value of the store, which refuses 8 MiB
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 CAUSE, SILENT, WAITED, LOST = range(4)  # kinds of failures: the lowest one is to blame
+LAUNCHES = itertools.count()  # of this process
 
 # How torch says that another process is gone, and that it has not answered in time.
 SAYS_LOST = re.compile(
@@ -62,18 +61,10 @@ SAYS_WAITED = re.compile(r"[Tt]imed ?out(?! connecting)|timeout")
 ORIGIN = re.compile(
     r"On WorkerInfo\(id=(?P<rank>\d+), name=[\w:-]+\):\s*(?P<kind>\w+)\((?P<message>.*)")
 IN_WORDS = {"NotSavedError", "NotFiniteError"}  # of common: their messages say everything
-# In a traceback: frames of this launcher and of the tracer; the last line of a lesson.
+# In a traceback: frames of this launcher and of the tracer; a line of a lesson.
 OWN_FRAMES = re.compile(rf'^ *File "{re.escape(str(ROOT))}/(?:common/launch\.py|tracing/).*\n'
                         r"(?: {4}.*\n)*", re.MULTILINE)
 PLACE = re.compile(rf'File "{re.escape(str(ROOT))}/(?!common/|tracing/|\.)(.+?)", line (\d+)')
-
-
-class RunFailedError(SystemExit):
-    """Ends the launching process with status 1; `failure` says which rank failed, and how."""
-
-    def __init__(self, failure: "Failure") -> None:
-        super().__init__(1)
-        self.failure = failure
 
 
 class Failure(NamedTuple):
@@ -83,6 +74,14 @@ class Failure(NamedTuple):
     rank: int
     what: str
     traceback: str = ""
+
+
+class RunFailedError(SystemExit):
+    """Ends the launching process with status 1; `failure` says which rank failed, and how."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(1)
+        self.failure = failure
 
 
 def launch(run_worker: Callable[[int, int, Namespace], dict | None], args: Namespace,
@@ -101,8 +100,9 @@ def launch(run_worker: Callable[[int, int, Namespace], dict | None], args: Names
 
     Raises:
         RunFailedError: A rank failed; one line has named it. (A `SystemExit` with status 1.)
-        SystemExit: 1 after one line if a process cannot be started, 2 if this machine cannot
-            connect to itself, 130 after Ctrl-C, SIGTERM or SIGHUP.
+        SystemExit: 1 after one line if the processes cannot be started, or rank 0 of a manual
+            launch cannot be reached; 2 if this machine cannot connect to itself; 130 after Ctrl-C,
+            SIGTERM or SIGHUP.
     """
     started = time.perf_counter()
     names = [role_name(rank, args.world_size) for rank in range(args.world_size)]
@@ -112,135 +112,54 @@ def launch(run_worker: Callable[[int, int, Namespace], dict | None], args: Names
     else:
         store, address = environment.serve("localhost", 0)
         states = States(store, names, args.timeout, START_S)
-        environment.prepare_fork_server(run_worker)
-        stacks = Pipe(duplex=False)
-        with stopping_all(args):
+        environment.prepare_start(run_worker)
+        with stopping_all(args) as processes:
             # `mp.spawn` is short for start_method="spawn": each process imports torch by itself.
             # With "forkserver", one process imports torch, and all ranks are forked from it.
-            job = (run_worker, args, address, environment.of_launcher(), stacks[1])
+            job = (run_worker, args, address, environment.of_launcher())
             start = in_thread(lambda: mp.start_processes(
                 run_rank, job, args.world_size, join=False, start_method=args.start_method))
-            failure, others = watch(processes_of(start), states, stacks[0])
+            processes += processes_of(start)
+            failure, others = watch_processes(processes, states)
             result = None if failure else states.result()
         if failure:
-            report(failure, names, f"; stopped {count(others, 'other ')}" if others else "")
+            report(failure, states, others)
             raise RunFailedError(failure)
     return None if result is None else {**result, "wall_s": time.perf_counter() - started}
+
+
+def watch(states: "States", goes_on: Callable[[], bool]) -> Failure | None:
+    """Return the failure to blame as soon as it is known; None when `goes_on`, a wait, is false."""
+    while goes_on():
+        if failure := states.verdict():
+            return failure
+    return None
 
 
 # --- a local run: start, watch, stop
 
 
 def processes_of(start: Future) -> list[BaseProcess]:
-    """Wait until `mp.start_processes` has returned; return its processes, rank 0 first."""
+    """Return the processes that `mp.start_processes` has started, rank 0 first."""
     try:
         return start.result().processes
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError) as error:  # a limit of the system, or the fork server has ended
         reason = getattr(error, "strerror", None) or "the fork server has ended"
         print(f"error: cannot start the processes: {reason}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 
-def watch(processes: list[BaseProcess], states: "States",
-          stacks: connection.Connection) -> tuple[Failure | None, int]:
-    """Wait until every rank has left, or one has failed.
-
-    Args:
-        processes: Those of all ranks, rank 0 first.
-        states: What the ranks write.
-        stacks: Where a rank writes its Python stacks when it gets SIGUSR1.
-
-    Returns:
-        The failure to blame, or None; and how many other processes still run.
-    """
-    running = {process.sentinel: rank for rank, process in enumerate(processes)}
-    while running or states.failures():
-        ended = connection.wait([*running], BEAT_S / 2)
-        states.read()
-        for rank in [running.pop(sentinel) for sentinel in ended]:
-            processes[rank].join()
-            if not states.is_over(rank):
-                states.found.append(Failure(CAUSE, rank, how_ended(processes[rank].exitcode)))
-        if failure := states.verdict():
-            pids = {rank: processes[rank].pid for rank in sorted(running.values())}
-            if failure.kind == WAITED:
-                failure = with_the_others(failure, states, pids, stacks)
-            return failure, len(pids.keys() - {failure.rank})
-    return None, 0
-
-
-def how_ended(status: int) -> str:
-    """Say how a process ended that has not written why."""
-    if status < 0:
-        known = -status in {*signal.Signals}  # a real-time signal is not
-        return f"was killed by {signal.Signals(-status).name if known else f'signal {-status}'}"
-    return f"exited with status {status}" + ("" if status else " before its work was done")
-
-
-@contextmanager
-def stopping_all(args: Namespace) -> Iterator[None]:
-    """End every process that the block has started, whatever ends the block.
-
-    Raises:
-        SystemExit: 130 after one line, if a signal has ended it.
-    """
-    before, before_all = set(active_children()), set(psutil.Process().children(recursive=True))
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    heard = [signum for signum in STOP_SIGNALS  # nohup ignores SIGHUP
-             if on_main_thread and signal.getsignal(signum) is not signal.SIG_IGN]
-    handlers = {signum: signal.signal(signum, interrupt) for signum in heard}
-    ranks, interrupted = [], False
-    try:
-        yield
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        for signum in heard:  # a second Ctrl-C must not leave a process behind
-            signal.signal(signum, signal.SIG_IGN)
-        ranks = set(active_children()) - before
-        stopped = sum(process.is_alive() for process in ranks)
-        for process in ranks:
-            process.kill()  # SIGTERM would not end a frozen one
-        if interrupted:  # while they started, perhaps: the fork server, too
-            for child in set(psutil.Process().children(recursive=True)) - before_all:
-                with suppress(psutil.Error):
-                    # Not multiprocessing's resource tracker, which ends by itself.
-                    if not any("resource_tracker" in word for word in child.cmdline()):
-                        child.kill()
-        for process in ranks:
-            process.join(SILENT_S)
-        environment.remove_half_written(args, [os.getpid(), *(rank.pid for rank in ranks)])
-        for signum in heard:
-            # A second signal must not disturb the way out; but a notebook, and pytest, go on.
-            if not interrupted or handlers[signum] is signal.default_int_handler:
-                signal.signal(signum, handlers[signum])
-    if interrupted:
-        more = f"; stopped {count(stopped)}" if stopped else ""
-        print(f"\ninterrupted{more}", file=sys.stderr, flush=True)
-        raise SystemExit(130)
-
-
-def interrupt(*_: object) -> NoReturn:
-    """Handle Ctrl-C, SIGTERM and SIGHUP alike."""
-    raise KeyboardInterrupt
-
-
 def in_thread(call: Callable) -> Future:
     """Call in a thread that no signal interrupts; return the future of its result.
 
-    What the thread starts inherits that these signals are blocked: no process prints a traceback
-    if Ctrl-C comes while it imports torch.
+    Processes that the thread starts inherit the blocked signals. Therefore no process prints a
+    traceback if Ctrl-C comes while it imports torch.
     """
     future = Future()
 
     def run():
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            with suppress(ImportError, AttributeError):
-                # Now, because it unblocks the signals when multiprocessing starts it. (Not
-                # documented. Without it, such a Ctrl-C shows tracebacks.)
-                from multiprocessing import resource_tracker
-                resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
@@ -249,13 +168,112 @@ def in_thread(call: Callable) -> Future:
     return future
 
 
-def run_rank(rank: int, run_worker: Callable, args: Namespace, address: str, launcher: tuple,
-             stack_writer: connection.Connection) -> NoReturn:
+def watch_processes(processes: list[BaseProcess], states: "States") -> tuple[Failure | None, int]:
+    """Wait until every rank has left, or one has failed.
+
+    Returns:
+        The failure to blame, or None; and how many other processes still run.
+    """
+    running = dict(enumerate(processes))
+
+    def goes_on():
+        ended = connection.wait([process.sentinel for process in running.values()], BEAT_S / 2)
+        states.read()
+        for rank in [rank for rank, process in running.items() if process.sentinel in ended]:
+            running.pop(rank).join()
+            if not states.is_over(rank):
+                states.found.append(Failure(CAUSE, rank, how_ended(processes[rank].exitcode)))
+        return running or states.failures()
+
+    failure = watch(states, goes_on)
+    if failure:
+        running.pop(failure.rank, None)
+        if failure.kind == WAITED:
+            show_others(failure, states, running)
+    return failure, len(running)
+
+
+def show_others(failure: Failure, states: "States", running: dict[int, BaseProcess]) -> None:
+    """Print where all ranks but the blamed one are, because it takes two to wait for each other."""
+    for other in states.failures():
+        if other.rank != failure.rank:
+            print(f"{states.name(other.rank)}:\n{other.traceback}", file=sys.stderr, flush=True)
+    for rank, process in running.items():
+        print(f"{states.name(rank)}, {INNERMOST}:", file=sys.stderr, flush=True)
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)  # see `environment.begin`
+        time.sleep(DUMP_S)
+
+
+def how_ended(status: int) -> str:
+    """Say how a process ended that has not written why."""
+    if status < 0:
+        with suppress(ValueError):  # a real-time signal has no name
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"was killed by signal {-status}"
+    return f"exited with status {status}" + ("" if status else " before its work was done")
+
+
+@contextmanager
+def stopping_all(args: Namespace) -> Iterator[list[BaseProcess]]:
+    """End every process that the block has started, whatever ends the block.
+
+    Yields:
+        A list for the processes of the ranks.
+
+    Raises:
+        SystemExit: 130 after one line, if a signal has ended the block.
+    """
+    before = set(psutil.Process().children(recursive=True))
+    handlers = handle(STOP_SIGNALS, interrupt)
+    ranks, interrupted = [], False
+    try:
+        yield ranks
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        handle(handlers, signal.SIG_IGN)  # a second Ctrl-C must not leave a process behind
+        stopped = sum(rank.is_alive() for rank in ranks)
+        others = set()
+        if interrupted or not ranks:  # the ranks may still start: the fork server must end, too
+            others = set(psutil.Process().children(recursive=True)) - before
+        for process in [*ranks, *others]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()  # SIGTERM would not end a frozen one
+        for rank in ranks:
+            rank.join(SILENT_S)
+        environment.remove_half_written(args, [os.getpid(), *(rank.pid for rank in ranks)])
+        for signum, handler in handlers.items():
+            # A second signal must not disturb the way out; but a notebook, and pytest, go on.
+            if not interrupted or handler is signal.default_int_handler:
+                signal.signal(signum, handler)
+    if interrupted:
+        more = f"; stopped {count(stopped)}" if stopped else ""
+        print(f"\ninterrupted{more}", file=sys.stderr, flush=True)
+        raise SystemExit(130)
+
+
+def handle(signums: Iterable[int], handler: Callable | int) -> dict:
+    """Set the handler of all signals that are not ignored, as SIGHUP is after `nohup`.
+
+    Returns:
+        `{signal: handler that it had}`.
+    """
+    return {signum: signal.signal(signum, handler) for signum in signums
+            if signal.getsignal(signum) is not signal.SIG_IGN}
+
+
+def interrupt(*_: object) -> NoReturn:
+    """Handle Ctrl-C, SIGTERM and SIGHUP alike."""
+    raise KeyboardInterrupt
+
+
+def run_rank(rank: int, run_worker: Callable, args: Namespace, address: str,
+             launcher: tuple) -> NoReturn:
     """Be a started process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears it, and ends this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     environment.inherit(*launcher)
-    faulthandler.register(signal.SIGUSR1, file=stack_writer.fileno())
     try:
         beats = Beats(environment.connect(address), rank, args)
     except (RuntimeError, OSError):  # the launcher has been killed meanwhile
@@ -275,8 +293,8 @@ def run_rank(rank: int, run_worker: Callable, args: Namespace, address: str, lau
 
 def be_one_rank(run_worker: Callable, args: Namespace, names: list[str]) -> dict | None:
     """Run `run_worker` in this process, while threads of it watch all ranks; see `launch`."""
-    torchrun = dist.is_torchelastic_launched()
-    if torchrun:
+    environment.begin()
+    if dist.is_torchelastic_launched():
         rank, local_rank, local_world_size = (
             int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         limit = timedelta(seconds=max(args.timeout, START_S))
@@ -289,18 +307,16 @@ def be_one_rank(run_worker: Callable, args: Namespace, names: list[str]) -> dict
         local_rank, local_world_size = (rank, args.world_size) if together else (0, 1)
         store, address = join(args, names)
         init_method = f"{environment.SCHEME}://{address}"
-    environment.begin()
     environment.enter(args, rank, local_rank, local_world_size, init_method)
-    member = Member(store, rank, names, args, START_S if torchrun else JOIN_S)
-    with member.interruptible():
-        try:
-            result = run_worker(rank, args.world_size, args)
-        except BaseException as error:
-            with suppress(RuntimeError):  # the store is gone
-                member.write(failure=failure_of(rank, error, args.timeout))
-            while True:  # until a thread of `member` knows whom to blame, and ends this process
-                time.sleep(BEAT_S)
-        member.leave()
+    member = Member(store, rank, names, args)
+    try:
+        result = run_worker(rank, args.world_size, args)
+    except BaseException as error:
+        with suppress(RuntimeError):  # the store is gone
+            member.write(failure=failure_of(rank, error, args.timeout))
+        while True:  # until a thread of `member` knows which rank to blame, and ends this process
+            time.sleep(BEAT_S)
+    member.leave()
     return result
 
 
@@ -310,20 +326,14 @@ def join(args: Namespace, names: list[str]) -> tuple[dist.Store, str]:
         return environment.serve(args.master_addr, args.master_port)
     seconds = args.timeout + JOIN_S
     address = f"{environment.address_of(args.master_addr)}:{args.master_port}"
-    deadline = time.monotonic() + seconds
-    connecting = in_thread(lambda: environment.connect(address, deadline))
+    # In a thread, because torch waits forever for a port that accepts and does not answer.
+    connecting = in_thread(lambda: environment.connect(address, time.monotonic() + seconds))
     try:
-        # torch would wait forever for a port that accepts and does not answer.
-        while not connecting.done() and time.monotonic() < deadline:
-            time.sleep(0.05)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
-    if connecting.done() and not connecting.exception():
-        return connecting.result(), address
-    print(f"error: rank 0 ({names[0]}) cannot be reached: {args.master_addr}:{args.master_port} "
-          f"has not answered for {seconds:g} s", file=sys.stderr, flush=True)
-    raise SystemExit(1)
+        return connecting.result(seconds), address
+    except (RuntimeError, OSError):  # a TimeoutError, too
+        print(f"error: rank 0 ({names[0]}) cannot be reached: {args.master_addr}:"
+              f"{args.master_port} has not answered for {seconds:g} s", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
 
 
 # --- what a rank writes
@@ -338,21 +348,20 @@ class Beats(threading.Thread):
     Args:
         store: That of the run.
         rank: Of this process.
-        args: The parsed flags.
+        args: Parsed flags.
     """
 
     def __init__(self, store: dist.Store, rank: int, args: Namespace) -> None:
         super().__init__(daemon=True)
-        self.store, self.rank, self.args, self.lock = of_states(store), rank, args, threading.Lock()
+        self.store, self.rank, self.args, self.lock = store, rank, args, threading.Lock()
         self.state = {"beat": 0, "left": False, "failure": None, "pieces": 0}
-        self.over = threading.Event()
 
     def write(self, **changes: object) -> None:
         """Write the state with `changes`, and wait until the store has it."""
         with self.lock:
             self.state |= {"beat": self.state["beat"] + 1, **changes}
-            self.store.set(str(self.rank), json.dumps(self.state))
-            self.store.check([str(self.rank)])  # `set` itself does not wait
+            self.store.set(f"state {self.rank}", json.dumps(self.state))
+            self.store.check([f"state {self.rank}"])  # `set` itself does not wait
 
     def write_result(self, result: dict | None) -> None:
         """Write that this rank has left, and what it returns."""
@@ -364,13 +373,12 @@ class Beats(threading.Thread):
 
     def run(self) -> None:
         """Beat; see `threading.Thread.start`."""
-        while True:
-            try:
+        with suppress(RuntimeError):
+            while True:
                 self.write()
-            except RuntimeError:
-                environment.remove_half_written(self.args, [os.getpid()])
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(BEAT_S)
+                time.sleep(BEAT_S)
+        environment.remove_half_written(self.args, [os.getpid()])
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Member(Beats):
@@ -379,110 +387,93 @@ class Member(Beats):
     Args:
         store, rank, args: See `Beats`.
         names: Role of each rank.
-        join_s: Seconds after --timeout within which every rank must have joined.
     """
 
-    def __init__(self, store: dist.Store, rank: int, names: list[str], args: Namespace,
-                 join_s: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, names: list[str], args: Namespace) -> None:
         # torchrun may restart the ranks; a program may launch several times.
         launches = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')} {next(LAUNCHES)}"
         store = dist.PrefixStore(f"launch {launches}", store)
         super().__init__(store, rank, args)
-        self.states, self.names = States(store, names, args.timeout, join_s), names
-        self.torchrun = dist.is_torchelastic_launched()
-        self.answered = time.monotonic()  # when the store has last answered
+        self.torchrun, self.over = dist.is_torchelastic_launched(), threading.Event()
+        self.states = States(store, names, args.timeout, START_S if self.torchrun else JOIN_S)
+        self.handlers = self.hear_signals()
         self.start()
-        threading.Thread(target=self.guard, daemon=True).start()
+        threading.Thread(target=self.watch, daemon=True).start()
 
     def run(self) -> None:
-        """Beat, and decide."""
-        while True:
-            try:
+        """Beat, and read the states."""
+        try:
+            while not self.over.is_set():
                 self.write()
                 self.states.read()
-            except RuntimeError:
-                self.end(Failure(CAUSE, 0, "is gone"))
-            self.answered = time.monotonic()
-            if failure := self.states.verdict():
-                self.end(failure)
-            if self.over.wait(BEAT_S):
-                return
+                self.over.wait(BEAT_S)
+        except RuntimeError:
+            self.states.found.append(Failure(CAUSE, 0, "is gone"))
 
-    def guard(self) -> None:
-        """End this process if the store is silent: its machine is lost, or frozen."""
-        while not self.over.wait(BEAT_S):
-            silence = time.monotonic() - self.answered
-            if silence > self.states.limit_s + BEAT_S:
-                failure = Failure(SILENT, 0, f"has not answered for {silence:.0f} s")
-                self.end(failure, store_answers=False)
+    def watch(self) -> None:
+        """End this process if a rank fails."""
+        if failure := watch(self.states, lambda: not self.over.wait(BEAT_S / 2)):
+            self.end(failure)
 
-    def end(self, failure: Failure, store_answers: bool = True) -> None:
+    def end(self, failure: Failure) -> NoReturn:
         """Report a failure, and end this process."""
-        own = failure.rank == self.rank
+        own, given_up = failure.rank == self.rank, self.state["failure"]
         if failure.kind == WAITED:
-            here = self.state["failure"]
-            if here is None:  # this rank still waits
-                print(stacks_here(), file=sys.stderr, flush=True)
-            elif not (own or self.torchrun):
-                print(here.traceback, file=sys.stderr, flush=True)
-            failure = with_the_others(failure, self.states, {}, None)
+            if given_up and not own:
+                print(given_up.traceback, file=sys.stderr, flush=True)
+            elif not own:  # this rank still waits
+                print(f"{self.states.name(self.rank)}, {INNERMOST}:", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(file=2)
+            time.sleep(2 * BEAT_S)  # until every rank has printed where it is
         with suppress(RuntimeError):
             # In a manual launch each terminal prints the line; under torchrun one rank does, on
             # each machine if the store does not answer.
-            if not (self.torchrun and store_answers) or self.store.add("told", 1) == 1:
+            if not self.torchrun or self.states.is_cut_off() or self.store.add("told", 1) == 1:
                 shown = own or self.torchrun
-                report(failure if shown else failure._replace(traceback=""), self.names)
+                report(failure if shown else failure._replace(traceback=""), self.states)
         environment.remove_half_written(self.args, [os.getpid()])
-        if not own if self.torchrun else self.rank == 0:
-            # torchrun reports the rank that ends first, and ends all others. In a manual launch,
-            # rank 0 serves the store, in which the other ranks read this.
-            time.sleep(3 * BEAT_S)
+        # torchrun reports the rank that ends first, and ends all others. In a manual launch, rank 0
+        # serves the store, in which the other ranks read this.
+        ends_last = not own if self.torchrun else self.rank == 0
+        time.sleep(3 * BEAT_S if ends_last else 0)
         end_now(1)
 
     def leave(self) -> None:
         """Write that this rank has left; on rank 0, which serves the store, wait for the others."""
         self.write(left=True)
-        while self.rank == 0 and not all(map(self.states.is_over, range(len(self.names)))):
+        while self.rank == 0 and not all(map(self.states.is_over, range(self.args.world_size))):
             time.sleep(BEAT_S / 20)
             with suppress(RuntimeError):
                 self.states.read()
         self.over.set()
-
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """End this rank at once on Ctrl-C and SIGTERM, also while it waits in C++ of torch."""
-        if self.torchrun:  # whose agent ends all ranks, and reports
-            for signum in STOP_SIGNALS:
-                signal.signal(signum, signal.SIG_DFL)
-            yield
-            return
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-
-        def listen():
-            while (heard := os.read(reader, 1)) and heard[0] not in STOP_SIGNALS:
-                pass
-            if heard:
-                with suppress(RuntimeError):
-                    self.write(failure=Failure(CAUSE, self.rank, "was interrupted"))
-                environment.remove_half_written(self.args, [os.getpid()])
-                print("\ninterrupted", file=sys.stderr, flush=True)
-                end_now(130)
-
-        before = signal.set_wakeup_fd(writer)
-        handlers = {signum: signal.signal(signum, lambda *_: None) for signum in STOP_SIGNALS}
-        threading.Thread(target=listen, daemon=True).start()
-        yield
-        signal.set_wakeup_fd(before)
-        os.close(writer)
-        for signum, handler in handlers.items():
+        for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
 
+    def hear_signals(self) -> dict:
+        """Let Ctrl-C and SIGTERM end this rank at once, even if it waits in C++; see `handle`."""
+        if self.torchrun:  # its agent ends all ranks, and reports
+            return handle(STOP_SIGNALS, signal.SIG_DFL)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)  # Python writes the number of a signal there, even then
+        threading.Thread(target=self.listen, args=(reader,), daemon=True).start()
+        return handle(STOP_SIGNALS, lambda *_: None)
 
-LAUNCHES = itertools.count()  # of this process
+    def listen(self, reader: int) -> None:
+        """Read the numbers of signals; end this process after one of `STOP_SIGNALS`."""
+        while os.read(reader, 1)[0] not in STOP_SIGNALS:
+            pass
+        self.over.set()  # this rank reports no failure, not even its own
+        with suppress(RuntimeError):
+            self.write(failure=Failure(CAUSE, self.rank, "was interrupted"))
+        environment.remove_half_written(self.args, [os.getpid()])
+        print("\ninterrupted", file=sys.stderr, flush=True)
+        if self.rank == 0:
+            time.sleep(2 * BEAT_S)  # the other ranks read this in the store, which rank 0 serves
+        end_now(130)
 
 
-# --- what is read: whom to blame
+# --- what is read: which rank to blame
 
 
 class States:
@@ -497,11 +488,12 @@ class States:
 
     def __init__(self, store: dist.Store, names: Sequence[str], timeout: float,
                  join_s: float) -> None:
-        self.store, self.names = of_states(store), names
+        self.store, self.names = store, names
         self.limit_s, self.first_s = max(timeout, SILENT_S), timeout + join_s
-        self.keys = [str(rank) for rank in range(len(names))]
+        self.keys = [f"state {rank}" for rank in range(len(names))]
         self.texts, self.states = [b"{}"] * len(names), [{} for _ in names]
-        self.changed = [time.monotonic() + self.first_s - self.limit_s] * len(names)
+        self.read_at = time.monotonic()
+        self.changed = [self.read_at + self.first_s - self.limit_s] * len(names)
         self.found, self.since = [], None  # failures that a rank could not write; since the first
         for key in self.keys:
             self.store.compare_set(key, "", "{}")  # to read a key that is not there is to wait
@@ -512,13 +504,19 @@ class States:
         Raises:
             RuntimeError: The store is gone.
         """
-        for rank, text in enumerate(self.store.multi_get(self.keys)):
+        texts = self.store.multi_get(self.keys)
+        self.read_at = time.monotonic()
+        for rank, text in enumerate(texts):
             if text != self.texts[rank]:
-                self.texts[rank], self.changed[rank] = text, time.monotonic()
+                self.texts[rank], self.changed[rank] = text, self.read_at
                 self.states[rank] = json.loads(text)
 
+    def name(self, rank: int) -> str:
+        """Return "rank 1 (observer1)"."""
+        return f"rank {rank} ({self.names[rank]})"
+
     def failures(self) -> list[Failure]:
-        """Return all that is known, in the order of the ranks."""
+        """Return all that is known, the most telling kind first, then in the order of the ranks."""
         written = [state["failure"] for state in self.states if state.get("failure")]
         return sorted([*self.found, *(Failure(*failure) for failure in written)],
                       key=lambda failure: failure.kind)
@@ -529,17 +527,9 @@ class States:
         return bool(state.get("left") or state.get("failure")
                     or any(failure.rank == rank for failure in self.found))
 
-    def silent(self) -> Failure | None:
-        """Return the failure of the rank that has been silent for the longest time."""
-        now = time.monotonic()
-        ages = {rank: now - changed for rank, changed in enumerate(self.changed)
-                if not self.is_over(rank)}
-        if not ages:
-            return None
-        rank = max(ages, key=ages.get)
-        what = (f"has not answered for {ages[rank]:.0f} s" if self.states[rank]
-                else f"has not joined within {self.first_s:g} s")
-        return Failure(SILENT, rank, what)
+    def is_cut_off(self) -> bool:
+        """Return whether the store is silent: the machine of rank 0 is lost, or frozen."""
+        return time.monotonic() - self.read_at > self.limit_s + BEAT_S
 
     def verdict(self) -> Failure | None:
         """Return the failure to blame as soon as it is known: the cause, not a consequence.
@@ -549,10 +539,17 @@ class States:
         notice, a rank that falls silent within `GRACE_S` is to blame, or one that has never joined,
         or else the one with the notice.
         """
-        failures, silent, now = self.failures(), self.silent(), time.monotonic()
+        failures, now = self.failures(), self.read_at
         if failures and failures[0].kind == CAUSE:
             return failures[0]
-        age = now - self.changed[silent.rank] if silent else 0.0
+        if self.is_cut_off():
+            return Failure(SILENT, 0, f"has not answered for {time.monotonic() - now:.0f} s")
+        ages = {rank: now - changed for rank, changed in enumerate(self.changed)
+                if not self.is_over(rank)}
+        rank = max(ages, key=ages.get, default=0)
+        age = ages.get(rank, 0.0)
+        silent = Failure(SILENT, rank, f"has not answered for {age:.0f} s" if self.states[rank]
+                         else f"has not joined within {self.first_s:g} s")
         if age > self.limit_s:
             return silent
         if not failures:
@@ -574,22 +571,18 @@ class States:
         return None
 
 
-def of_states(store: dist.Store) -> dist.PrefixStore:
-    """Return the part of a store in which the states are, apart from what torch puts there."""
-    return dist.PrefixStore("states", store)
-
-
 def failure_of(rank: int, error: BaseException, timeout: float) -> Failure:
     """Return the failure that an exception in `rank` means.
 
-    It is its own, or that of the worker where an RPC raised it, or a notice of another rank's end.
+    It is the rank's own, or that of the worker where an RPC raised it, or a notice that another
+    rank is gone.
     """
     message, kind = str(error), type(error).__name__
     text = OWN_FRAMES.sub("", "".join(traceback.format_exception(error)))
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         return Failure(CAUSE, rank, how_ended(status))
-    if isinstance(error, BrokenPipeError) and nobody_reads():
+    if isinstance(error, BrokenPipeError):  # as after `| head -1`
         return Failure(CAUSE, rank, "cannot print, because its output is closed")
     origins = [*ORIGIN.finditer(message)]
     if origins:  # the last one is where the error was raised
@@ -597,96 +590,37 @@ def failure_of(rank: int, error: BaseException, timeout: float) -> Failure:
         message = origins[-1]["message"].rstrip(")").strip("\"'")
     if kind in IN_WORDS:
         return Failure(CAUSE, rank, message)
-    if kind == "TimeoutError" and message.startswith("timed out: "):  # of a lesson, and for whom
+    if kind == "TimeoutError" and message.startswith("timed out: "):  # of a lesson, in words
         return Failure(WAITED, rank, message, text)
     lost = isinstance(error, ConnectionError) or (
         isinstance(error, (RuntimeError, OSError)) and SAYS_LOST.search(message))
     if not lost:
         return Failure(CAUSE, rank, f"raised {kind}", text)
-    if kind != "TimeoutError" and SAYS_WAITED.search(message):
-        if waited := re.search(r"waiting (\d+)ms", message):  # gloo's limit may be another one
-            timeout = int(waited[1]) / 1000
-        place = last_place(PLACE.findall(text))
-        return Failure(WAITED, rank, f"has waited for {timeout:g} s{place}", text)
-    return Failure(LOST, rank, f"raised {kind}", text)
+    if kind == "TimeoutError" or not SAYS_WAITED.search(message):
+        return Failure(LOST, rank, f"raised {kind}", text)
+    if waited := re.search(r"waiting (\d+)ms", message):  # gloo's limit may be another one
+        timeout = int(waited[1]) / 1000
+    place = ""
+    if places := PLACE.findall(text):  # the innermost line of the lesson is the last one
+        path, line = places[-1]
+        place = f" at {path}:{line}, `{linecache.getline(str(ROOT / path), int(line)).strip()}`"
+    return Failure(WAITED, rank, f"has waited for {timeout:g} s{place}", text)
 
 
 # --- what the user sees
 
 
-def with_the_others(failure: Failure, states: States, pids: dict[int, int],
-                    stacks: connection.Connection | None) -> Failure:
-    """Add to the failure of a rank that has waited where all other ranks are.
-
-    Args:
-        failure: That of the rank.
-        states: Some other ranks may have waited, too, and have failed.
-        pids: `{rank: process id}` of the ranks of a local run that still run.
-        stacks: Where a rank writes its Python stacks when it gets SIGUSR1.
-    """
-    texts, sentences = [failure.traceback], [failure.what]
-    waited = {other.rank: other.traceback for other in states.failures()}
-    for rank in sorted((waited.keys() | pids.keys()) - {failure.rank}):
-        who = f"rank {rank} ({states.names[rank]})"
-        text = waited.get(rank, "")
-        places = PLACE.findall(text)[-1:]
-        if rank in pids and not text:
-            with suppress(ProcessLookupError):
-                os.kill(pids[rank], signal.SIGUSR1)
-            while stacks.poll(0.3):
-                text += os.read(stacks.fileno(), 2**16).decode(errors="replace")
-            threads = threads_of(text)
-            # The main thread is the last one. If it only waits in rpc.shutdown until all ranks are
-            # done, this rank is where it serves a call.
-            serves = threads and len(threads) > 1 and " in shutdown" in threads[-1]
-            places = PLACE.findall(threads[0 if serves else -1])[:1] if threads else []
-            text = "".join([f"{who}, the innermost line first:\n", *threads])
-        texts.append(text)
-        sentences.append(f"{who} is{last_place(places) or ' outside of the lesson'}")
-    return failure._replace(what="; ".join(sentences[:4]), traceback="\n".join(texts))
-
-
-def threads_of(stacks: str) -> list[str]:
-    """Return the threads in the output of faulthandler that are in a lesson, the main one last."""
-    # The innermost line is the first one: `run_rank` and what has called it come after the lesson.
-    threads = [thread.partition(f'  File "{ROOT}/common/launch.py"')[0].strip() + "\n"
-               for thread in stacks.split("\n\n")]
-    return [OWN_FRAMES.sub("", thread) for thread in threads if PLACE.search(thread)]
-
-
-def stacks_here() -> str:
-    """Return where the threads of this process are."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        return "".join(threads_of(file.read().decode(errors="replace")))
-
-
-def last_place(places: list[tuple[str, str]]) -> str:
-    """Return " at FILE:LINE, `code`" of the last of some places, or "" without any."""
-    if not places:
-        return ""
-    path, line = places[-1]
-    return f" at {path}:{line}, `{linecache.getline(str(ROOT / path), int(line)).strip()}`"
-
-
-def report(failure: Failure, names: Sequence[str], more: str = "") -> None:
-    """Print the traceback of a failure, if there is one, and its one line."""
-    line = f"error: rank {failure.rank} ({names[failure.rank]}) {failure.what}{more}\n"
+def report(failure: Failure, states: States, stopped: int = 0) -> None:
+    """Print the traceback of a failure and its one line; `stopped` counts the other processes."""
+    more = f"; stopped {count(stopped, 'other ')}" if stopped else ""
+    line = f"error: {states.name(failure.rank)} {failure.what}{more}\n"
     # In one piece, because other processes may print, too.
-    print(shortened(failure.traceback, LONGEST) + line, end="", file=sys.stderr, flush=True)
+    print(failure.traceback + line, end="", file=sys.stderr, flush=True)
 
 
 def count(number: int, kind: str = "") -> str:
     """Return "1 other process" or "3 other processes"."""
     return f"{number} {kind}process{'es' if number != 1 else ''}"
-
-
-def nobody_reads() -> bool:
-    """Return whether the standard output is a pipe that nobody reads, as after `| head -1`."""
-    poll = select.poll()
-    poll.register(1, select.POLLOUT)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def end_now(status: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Refuse in one line, before any process starts, what this machine cannot hold or cannot write."""
+"""Refuse in one line, before any process starts, what this machine cannot hold or write."""
 
 import argparse
 import os
@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-# Open files of a process: at least, and for each rank. (Linux, torch 2.13, 3 to 10 ranks: 84 + 57,
-# 126 + 9 and 15 + 1; the launcher has 18 + 4.)
+# Open files of a process: a constant, and a number for each rank. (Measured on Linux with torch
+# 2.13 and 3 to 10 ranks: 84 + 57, 126 + 9 and 15 + 1; the launcher has 18 + 4.)
 FILES = {"rpc": (100, 60), "uv": (140, 10), "gloo": (30, 5)}
 MOST_THREADS = 1024  # of one process: more than any machine has cores
 
@@ -20,9 +20,9 @@ MOST_THREADS = 1024  # of one process: more than any machine has cores
 def refuse(sentence: str, rank: int | str | None = 0) -> NoReturn:
     """End with status 2 and one whole sentence: "error: --rank 1 requires --master_addr HOST".
 
-    Under torchrun every rank gets here, or only the one that needs what is wrong: rank `rank`
-    prints the line, for all. Where machines may differ, it is None, and the first rank of each
-    machine does.
+    Under torchrun, all ranks call this function, or only the rank that needs the refused value. The
+    rank `rank` prints the line. If machines may differ, `rank` is None, and the first rank of each
+    machine prints it.
     """
     name, speaker = ("LOCAL_RANK", 0) if rank is None else ("RANK", rank)
     if not dist.is_torchelastic_launched() or os.environ[name] == str(speaker):
@@ -31,7 +31,7 @@ def refuse(sentence: str, rank: int | str | None = 0) -> NoReturn:
 
 
 def shortened(text: object, length: int = 80) -> str:
-    """Return a value as the user gave it, but not longer than a line can show."""
+    """Return a value as the user gave it, shortened to what a line can show."""
     text = str(text)
     return text if len(text) <= length else f"{text[: length // 2]}...{text[-length // 4 :]}"
 
@@ -52,14 +52,14 @@ def memory_bytes() -> int:
 
 
 def require_processes(flags: str, number: int, rpc: bool) -> None:
-    """Refuse `flags`, a text, if this machine cannot hold so many processes.
+    """Refuse `flags` if this machine cannot hold `number` processes.
 
-    Not for torchrun and manual launches: they may have several machines.
+    Torchrun and manual launches are not checked, because they may use several machines.
 
     Args:
-        flags: Those that ask for the processes, with their values.
-        number: How many processes.
-        rpc: Whether they use RPC.
+        flags: Text with the flags that ask for the processes, and their values.
+        number: Number of processes.
+        rpc: Whether the processes use RPC.
     """
     kind = "gloo" if not rpc else "uv" if os.environ.get("RPC_TRANSPORTS") == "uv" else "rpc"
     base, each = FILES[kind]
@@ -73,7 +73,7 @@ def require_processes(flags: str, number: int, rpc: bool) -> None:
 
 
 def require_threads() -> None:
-    """Refuse an OMP_NUM_THREADS with which torch would start threads until the machine is full."""
+    """Refuse an OMP_NUM_THREADS that would fill the machine with threads."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     if setting.isdecimal() and int(setting) > MOST_THREADS:
         refuse(f"OMP_NUM_THREADS={shortened(setting)} must be at most {MOST_THREADS}", None)
@@ -81,13 +81,13 @@ def require_threads() -> None:
 
 def require_memory(args: argparse.Namespace, flags: list[str], n_bytes: float,
                    rank: int | None = None) -> None:
-    """Refuse what does not fit into the memory of this machine.
+    """Refuse `flags` if their tensors do not fit into the memory of this machine.
 
     Args:
-        args: the parsed flags.
-        flags: the names of those that ask for it.
-        n_bytes: what all `ranks_here` together allocate, at least.
-        rank: see `refuse`.
+        args: Parsed flags.
+        flags: Names of the flags that ask for the memory.
+        n_bytes: Least number of bytes that all `ranks_here` allocate together.
+        rank: See `refuse`.
     """
     if n_bytes > memory_bytes():
         refuse(f"{given(args, *flags)} would need {n_bytes / 1e9:.3g} GB of memory or more, and "
@@ -96,7 +96,7 @@ def require_memory(args: argparse.Namespace, flags: list[str], n_bytes: float,
 
 def require_writable_folder(flag: str, folder: Path, shown: Path | None = None,
                             rank: int | None = 0) -> None:
-    """Create `folder` if need be; refuse `flag` if files cannot be written there."""
+    """Create `folder` if it is missing; refuse `flag` if files cannot be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -107,9 +107,9 @@ def require_writable_folder(flag: str, folder: Path, shown: Path | None = None,
 
 
 def require_file(flag: str, path: Path, rank: int | None = 0) -> bool:
-    """Return whether the file exists; refuse `flag` if it is no file, or `path` no file's name."""
+    """Return whether the file exists; refuse `flag` if `path` cannot be a regular file."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # to use a pipe could mean to wait for ever
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe could block forever
             refuse(f"{flag} {shortened(path)} must be a file, not a folder, a pipe or a device",
                    rank)
     except FileNotFoundError:
@@ -120,10 +120,10 @@ def require_file(flag: str, path: Path, rank: int | None = 0) -> bool:
 
 
 def require_writable_file(flag: str, path: Path, rank: int | None = 0) -> None:
-    """Refuse `flag` if `path` cannot be written: its folder, too long a name, not a file."""
+    """Refuse `flag` if `path` cannot be written, because of its folder, its name or its type."""
     require_writable_folder(flag, path.parent, path, rank)
     if not require_file(flag, path, rank):
-        # `report.replacing` writes to the same folder, to a name that is longer.
+        # `report.replacing` first writes a file with a longer name to the same folder.
         longest = os.pathconf(path.parent, "PC_NAME_MAX") - 30
         if 0 < longest < len(os.fsencode(path.name)):
             refuse(f"{flag} {shortened(path)} must have a shorter name", rank)

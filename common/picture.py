@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from common.limits import refuse, shortened
 from common.report import replacing
 
 if TYPE_CHECKING:
@@ -83,9 +84,13 @@ def in_each_language(path: Path, words: dict[str, dict[str, str]], runs: list[di
 
 
 def asked_for() -> list[str]:
-    """Return the languages of `PICTURE_LANGUAGES`; English if there is none that we know."""
-    wanted = os.environ.get("PICTURE_LANGUAGES", "").split(",")
-    return [language for language in CAPTIONS if language in wanted] or ["en"]
+    """Return the languages of `PICTURE_LANGUAGES`, English by default; refuse unknown languages."""
+    setting = os.environ.get("PICTURE_LANGUAGES") or "en"
+    wanted = setting.split(",")
+    if not set(wanted) <= set(CAPTIONS):
+        refuse(f"PICTURE_LANGUAGES={shortened(setting)} must be one or more of "
+               f"{','.join(CAPTIONS)}", None)
+    return [language for language in CAPTIONS if language in wanted]
 
 
 def _use_japanese_font(matplotlib: ModuleType) -> None:

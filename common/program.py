@@ -1,4 +1,4 @@
-"""What the `main()` of every program ends with: it runs, or is held against one process."""
+"""The end of every program's `main()`: run, or compare with a single process."""
 
 import atexit
 import importlib
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """Name a rank, where all do the same."""
+    """Name a rank of a program whose ranks all do the same."""
     return f"rank{rank}"
 
 
@@ -24,21 +24,21 @@ def run_program(run_worker: Callable[[int, int, Namespace], dict | None], args: 
                 role_name: Callable[[int, int], str],
                 finish: Callable[[dict, Namespace], dict],
                 start: Callable | None = None) -> dict | None:
-    """Launch a program in all of its processes, or with `--check` hold it against its oracle.
+    """Launch a program in all of its processes, or with `--check` compare it with its oracle.
 
     Args:
-        run_worker: what each process runs, `run_worker(rank, world_size, args)`.
-        args: the parsed flags.
-        role_name: `role_name(rank, world_size)`, for the messages.
-        finish: `finish(metrics, args)` makes of what a rank has returned what the user sees.
-        start: What starts the processes and returns the metrics, in place of `launch`.
+        run_worker: Function of each process, `run_worker(rank, world_size, args)`.
+        args: Parsed flags.
+        role_name: `role_name(rank, world_size)`, the name of a rank in messages.
+        finish: `finish(metrics, args)`, which shows and saves what a rank has returned.
+        start: Function that starts the processes and returns the metrics, in place of `launch`.
 
     Returns:
-        In the process that reports, what `finish` returns, or the differences of the check; None in
-        all others.
+        The result of `finish` (with `--check`, the differences) in the process that reports; None
+        elsewhere.
 
     Raises:
-        SystemExit: 1 after one line if a rank fails, or if the check does.
+        SystemExit: 1 after one line if a rank or the check fails.
     """
     program = program_of(run_worker)
     try:
@@ -49,14 +49,14 @@ def run_program(run_worker: Callable[[int, int, Namespace], dict | None], args: 
             if result is not None:
                 result = finish(result, args)
                 print(f"results: {args.output_dir}", flush=True)
-    except BrokenPipeError:  # `| head -1` reads no more
+    except BrokenPipeError:  # `| head -1` has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it at its end
         print("error: cannot print, because the output is closed", file=sys.stderr)
         raise SystemExit(1) from None
     if run_worker.__module__ == "__main__" and (
             dist.is_torchelastic_launched() or args.rank is not None):
-        # This process is a rank. Python would take itself apart around the threads of torch, which
-        # aborted one run in three on a busy machine.
+        # This process is a rank. Python would take itself apart around torch's threads, and one run
+        # in three aborted on a busy machine.
         atexit.register(end_now, 0)
     return result
 
@@ -65,8 +65,8 @@ def program_of(run_worker: Callable) -> ModuleType:
     """Import the program that defines `run_worker` by its name, "rpc_rl.main".
 
     Raises:
-        SystemExit: 2 after one line, if it is no file of a lesson in the checkout of this module:
-            `--check` would judge another file than the one that was given.
+        SystemExit: 2 after one line, if the program is not a file of a lesson in the checkout of
+            this module. `--check` would judge a different file than the one that was given.
     """
     file = getattr(sys.modules[run_worker.__module__], "__file__", None)
     if file is None or not Path(file).is_file():
@@ -84,24 +84,24 @@ def program_of(run_worker: Callable) -> ModuleType:
 
 
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
-    """Hold a program against its oracle; return the differences.
+    """Compare a program with its oracle; return the differences.
 
-    The oracle of `X/train_flat.py` is `check(program, args)` in the first of these files that there
-    is: `X/train_flat_check.py`, `X/train_check.py`, `X/check.py`.
+    The oracle of `X/train_flat.py` is `check(program, args)` in the first of these files that
+    exists: `X/train_flat_check.py`, `X/train_check.py`, `X/check.py`.
     """
     oracle = belonging_to(Path(program.__file__), "check")
     return importlib.import_module(f"{program.__package__}.{oracle}").check(program, args)
 
 
 def belonging_to(file: Path, what: str) -> str:
-    """Find the module of a program's folder that has its "check" or its "results".
+    """Find the module with a program's "check" or "results" in the program's folder.
 
     Args:
-        file: the path of the program, `X/train_flat.py`.
-        what: the last word of the module's name.
+        file: Path of the program, `X/train_flat.py`.
+        what: Last word of the module's name.
 
     Returns:
-        The first that there is of `train_flat_<what>`, `train_<what>`; `<what>` if there is none.
+        The first existing name of `train_flat_<what>` and `train_<what>`, otherwise `<what>`.
     """
     words = file.stem.split("_")
     names = ("_".join([*words[:n], what]) for n in range(len(words), 0, -1))

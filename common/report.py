@@ -148,5 +148,6 @@ def save_metrics(args: argparse.Namespace, metrics: dict, backend: str | None,
               "backend": backend, "seed": args.seed, "python": platform.python_version()}
     whole = {**ran_on, **metrics}
     with replacing(args.output_dir / "metrics.json") as temporary:
-        temporary.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
+        temporary.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n",
+                             encoding="utf-8")
     return whole

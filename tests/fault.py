@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,6 +33,8 @@ def fail():
         raise ValueError("injected")
     if fault.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, fault))
+    elif fault == "sleeps":  # the rank still beats
+        time.sleep(1000)
     else:  # "exit0", "exit3"
         os._exit(int(fault[-1]))
 

@@ -22,9 +22,9 @@ def tell_state(rank, world_size, args):
             "variable": os.environ.get("A_VARIABLE"), "folder": os.getcwd()}
 
 
-def tell_threads(rank, world_size, args):
-    print("threads", torch.get_num_threads(), flush=True)
+def print_state(rank, world_size, args):
+    print(f"threads {torch.get_num_threads()}, transports {os.environ.get('RPC_TRANSPORTS')}", flush=True)
 
 
 if __name__ == "__main__":
-    launch.launch(tell_threads, cli.Parser("test", "", 1).parse_args(), role_name)
+    launch.launch(print_state, cli.Parser("test", "", 1).parse_args(), role_name)

@@ -7,10 +7,8 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from multiprocessing import Pipe
 from pathlib import Path
 
 from common import cli, environment, launch
@@ -42,13 +40,24 @@ pytestmark = pytest.mark.timeout(150)
 TIMEOUT_S = 8
 LIMIT_S = 100  # torchrun waits for 30 s before it kills a frozen rank
 RL, TRAIN = "rpc_rl.main", "p2p_collectives.train"
-FOREVER = {RL: "--max_episodes 100000 --reward_threshold 499 --log_interval 1",
-           TRAIN: "--epochs 100000"}
+FOREVER = {RL: "--max_episodes 100000 --reward_threshold 499 --log_interval 1", TRAIN: "--epochs 100000"}
 ROLES = {RL: ("agent", "observer1", "observer2"), TRAIN: ("rank0", "rank1", "rank2")}
+
+RAISED = "raised ValueError"
 SILENCE = r"has not (answered for \d+ s|joined within \d+ s)"  # the second one before its first beat
-SAYS = {"raise": "raised ValueError", "exit0": "exited with status 0 before its work was done",
-        "exit3": "exited with status 3", "SIGKILL": "was killed by SIGKILL",
-        "SIGTERM": "was killed by SIGTERM", "SIGSTOP": SILENCE}
+SAYS = {  # fault: the line of a local run; the status of the rank's own terminal; the line elsewhere; torchrun's line or exit code
+    "raise": (RAISED, 1, RAISED, RAISED),
+    "exit0": ("exited with status 0 before its work was done", 0, SILENCE, SILENCE),
+    "exit3": ("exited with status 3", 3, SILENCE, 3),
+    "SIGKILL": ("was killed by SIGKILL", -9, SILENCE, -9),
+    "SIGTERM": ("was killed by SIGTERM", 130, "was interrupted", -15),
+    "SIGSTOP": (SILENCE, None, SILENCE, SILENCE),
+}
+EACH_DAY = [
+    *(("local", RL, fault, 1) for fault in SAYS), ("local", RL, "SIGSTOP", 0), ("local", TRAIN, "raise", 0), ("local", TRAIN, "SIGKILL", 1),
+    ("spawn", RL, "raise", 1), ("manual", RL, "raise", 1), ("manual", RL, "SIGKILL", 1), ("manual", TRAIN, "SIGKILL", 0),
+    ("torchrun", RL, "raise", 1), ("torchrun", TRAIN, "SIGKILL", 0)]
+EACH_NIGHT = [row for row in itertools.product(("local", "manual", "torchrun"), FOREVER, SAYS, (0, 1)) if row not in EACH_DAY]
 
 
 def forever(path, lesson, *flags):
@@ -56,10 +65,10 @@ def forever(path, lesson, *flags):
     return [path, *flags, *FOREVER[lesson].split(), "--timeout", TIMEOUT_S]
 
 
-def ended(mode, lesson, fault, rank, folder, *flags):
+def ended(mode, lesson, fault, rank, folder):
     """The status and the errors of each command of a run in which a rank fails; nothing is left."""
-    three = [] if mode == "torchrun" else ["--world_size", 3]
-    lines = commands(mode, 3, *forever("tests/fault.py", lesson, lesson, *flags), *three[:mode == "local" and 2])
+    flags = {"local": ["--world_size", 3], "spawn": ["--world_size", 3, "--start_method", "spawn"]}.get(mode, [])
+    lines = commands("local" if mode == "spawn" else mode, 3, *forever("tests/fault.py", lesson, lesson, *flags))
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(running(line, folder, env={"FAULT": f"{rank} {fault}"})) for line in lines]
         frozen = runs[rank] if mode == "manual" and fault == "SIGSTOP" else None
@@ -70,63 +79,40 @@ def ended(mode, lesson, fault, rank, folder, *flags):
     return found
 
 
-@pytest.mark.parametrize(("lesson", "fault", "rank"), [
-    *((RL, fault, 1) for fault in SAYS), (RL, "SIGSTOP", 0), (TRAIN, "raise", 0), (TRAIN, "SIGKILL", 1),
-    *(pytest.param(RL, fault, 0, marks=slow) for fault in SAYS if fault != "SIGSTOP"),
-    *(pytest.param(TRAIN, fault, rank, marks=slow) for fault in SAYS for rank in (0, 1)
-      if (fault, rank) not in (("raise", 0), ("SIGKILL", 1)))])
-def test_local(lesson, fault, rank, tmp_path):
-    (status, err), = ended("local", lesson, fault, rank, tmp_path)
-    assert status == 1
-    assert len(errors_of(err)) == 1, err
-    line = rf"error: rank {rank} \({ROLES[lesson][rank]}\) {SAYS[fault]}(; stopped \d other process(es)?)?"
-    assert re.fullmatch(line, err.splitlines()[-1]), err
-    assert ("ValueError: injected" in err) == (fault == "raise")
-    assert ("Traceback" in err) == (fault == "raise"), err
-
-
-@pytest.mark.parametrize(("lesson", "fault"), [(RL, "raise"), pytest.param(TRAIN, "SIGKILL", marks=slow)])
-def test_spawn(lesson, fault, tmp_path):
-    (status, err), = ended("local", lesson, fault, 1, tmp_path, "--start_method", "spawn")
-    assert status == 1
-    assert [rf"error: rank 1 ({ROLES[lesson][1]}) {SAYS[fault]}" in line for line in errors_of(err)] == [True], err
-
-
-@pytest.mark.parametrize(("lesson", "fault", "rank"), [
-    (RL, "raise", 1), (RL, "SIGKILL", 1), (TRAIN, "SIGKILL", 0),
-    *(pytest.param(lesson, fault, rank, marks=slow)
-      for lesson in FOREVER for fault in ("raise", "exit0", "SIGKILL", "SIGTERM", "SIGSTOP") for rank in (0, 1)
-      if (lesson, fault, rank) not in ((RL, "raise", 1), (RL, "SIGKILL", 1), (TRAIN, "SIGKILL", 0)))])
-def test_manual(lesson, fault, rank, tmp_path):
-    """Three terminals: each one that lives ends, and says who failed. Nobody can tell how a rank has died."""
-    found = ended("manual", lesson, fault, rank, tmp_path)
-    says = {"raise": SAYS["raise"], "SIGTERM": "was interrupted"}.get(fault, SILENCE if rank else f"(is gone|{SILENCE})")
-    own = {"exit0": 0, "SIGKILL": -signal.SIGKILL, "SIGTERM": 130}.get(fault, 1)
-    for number, (status, err) in enumerate(found):
-        if number == rank and fault in ("exit0", "SIGKILL", "SIGTERM"):
-            assert (status, errors_of(err)) == (own, [])
-            continue
+@pytest.mark.parametrize(("mode", "lesson", "fault", "rank"), [*EACH_DAY, *(pytest.param(*row, marks=slow) for row in EACH_NIGHT)])
+def test_a_rank_fails(mode, lesson, fault, rank, tmp_path):
+    """The run ends, and one line names the rank; torchrun's report names a rank that has died."""
+    line, own_status, elsewhere, of_torchrun = SAYS[fault]
+    found = ended(mode, lesson, fault, rank, tmp_path)
+    if mode == "manual":
+        line = f"(is gone|{SILENCE})" if elsewhere == SILENCE and rank == 0 else elsewhere
+        if fault not in ("raise", "SIGSTOP"):
+            status, err = found.pop(rank)  # of the rank's own terminal, which says nothing
+            assert (status, errors_of(err)) == (own_status, [])
+    for status, err in found:
         assert status == 1
-        assert len(errors_of(err)) == 1, err
-        assert re.fullmatch(rf"error: rank {rank} \({ROLES[lesson][rank]}\) {says}", errors_of(err)[0]), err
+        if mode == "torchrun" and isinstance(of_torchrun, int):
+            assert re.search(rf"rank +: {rank} \(local_rank: {rank}\)\s+exitcode +: {of_torchrun} ", err), err
+            continue
+        line = of_torchrun if mode == "torchrun" else line
+        said, = errors_of(err)
+        assert re.fullmatch(rf"error: rank {rank} \({ROLES[lesson][rank]}\) {line}(; stopped \d other process(es)?)?", said), err
+    if mode in ("local", "spawn"):
+        assert err.splitlines()[-1] == said
+        assert ("ValueError: injected" in err) == ("Traceback" in err) == (fault == "raise"), err
 
 
-@pytest.mark.parametrize(("lesson", "fault", "rank"), [
-    (RL, "raise", 1), (TRAIN, "SIGKILL", 0),
-    *(pytest.param(lesson, fault, rank, marks=slow)
-      for lesson in FOREVER for fault in SAYS for rank in (0, 1)
-      if (lesson, fault, rank) not in ((RL, "raise", 1), (TRAIN, "SIGKILL", 0)))])
-def test_torchrun(lesson, fault, rank, tmp_path):
-    """Our line names a rank that raised or is silent; the report of torchrun, one that has died."""
-    (status, err), = ended("torchrun", lesson, fault, rank, tmp_path)
-    assert status == 1
-    dies = {"exit3": 3, "SIGKILL": -signal.SIGKILL, "SIGTERM": -signal.SIGTERM}.get(fault)
-    if dies is not None:
-        assert re.search(rf"rank +: {rank} \(local_rank: {rank}\)\s+exitcode +: {dies} ", err), err
-        return
-    assert len(errors_of(err)) == 1, err
-    says = SAYS["raise"] if fault == "raise" else SILENCE
-    assert re.fullmatch(rf"error: rank {rank} \({ROLES[lesson][rank]}\) {says}", errors_of(err)[0]), err
+@pytest.mark.parametrize("mode", ["local", *(pytest.param(mode, marks=slow) for mode in ("manual", "torchrun"))])
+def test_ranks_that_wait(mode, tmp_path):
+    """All ranks show where they are, the one that sleeps, too; then one line says which has waited, and where."""
+    found = ended(mode, TRAIN, "sleeps", 1, tmp_path)
+    asleep = found[mode == "manual"][1]
+    assert re.search(r'rank 1 \(rank1\), the innermost line first:\n(.*\n)*?  File ".*/tests/fault.py", line \d+ in fail\n', asleep), asleep
+    for status, err in found:
+        assert status == 1
+        says = r"error: rank [02] \(rank[02]\) has waited for 8 s at p2p_collectives/\w+\.py:\d+, `.+`(; stopped \d other process(es)?)?"
+        assert re.fullmatch(says, "\n".join(errors_of(err))), err
+        assert mode == "torchrun" or err.splitlines()[-1] == errors_of(err)[0]
 
 
 # --- Ctrl-C, SIGTERM, a killed launcher
@@ -200,30 +186,28 @@ def in_shell(line, folder, **variables):
                env={**os.environ, "PYTHON": sys.executable, "ROOT": str(ROOT), **variables})
 
 
-@pytest.mark.parametrize("limit", ["-Sn 64", pytest.param("-n 64", id="hard")])
-def test_open_files(limit, tmp_path):
-    """The soft limit is raised; what does not fit into the hard one is refused before any process starts."""
-    done = in_shell(f"ulimit {limit}; $PYTHON $ROOT/rpc_rl/main.py --world_size 9 --max_episodes 1", tmp_path)
-    if "S" in limit:
-        assert (done.returncode, done.stderr) == (0, "")
-    else:
-        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-        assert done.stderr.startswith("error: --world_size 9 is too much for this machine"), done.stderr
+CAN_UNSHARE = shutil.which("unshare") and run(["unshare", "-rn", "true"], ROOT).returncode == 0
+RUN, TRAINS = "$PYTHON $ROOT/ddp_basic/main.py --demo basic", "$PYTHON $ROOT/p2p_collectives/train.py --world_size 1 --epochs 100000"
+MANY = "$PYTHON $ROOT/rpc_rl/main.py --world_size 9 --max_episodes 1"
+CLOSED = "error: .*cannot print, because (its|the) output is closed"
 
 
-@pytest.mark.parametrize("mode", ["", pytest.param("--rank 0 --master_addr localhost", marks=slow)])
-def test_nobody_reads(mode, tmp_path):
-    done = in_shell(f"$PYTHON $ROOT/p2p_collectives/train.py --world_size 1 --epochs 100000 {mode} | head -1", tmp_path)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert re.match("error: .*cannot print, because (its|the) output is closed", done.stderr)
-
-
-@pytest.mark.parametrize("value", [pytest.param("1", marks=slow), "x"])
-def test_variables_of_torchrun_count_only_under_torchrun(value, tmp_path):
-    done = in_shell("$PYTHON $ROOT/ddp_basic/main.py --demo basic", tmp_path,
-                    RANK=value, LOCAL_RANK=value, LOCAL_WORLD_SIZE=value, TORCHELASTIC_RUN_ID="old")
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize(("line", "status", "says"), [
+    pytest.param(f"ulimit -Sn 64; {MANY}", 0, "", id="few open files: the soft limit"),
+    pytest.param(f"ulimit -n 64; {MANY}", 2, "error: --world_size 9 is too much for this machine.*", id="few open files: the hard limit"),
+    pytest.param(f"unshare -rn {RUN}", 2, "error: this machine cannot connect to itself at 127.0.0.1 .*", id="loopback is down",
+                 marks=pytest.mark.skipif(not CAN_UNSHARE, reason="no network namespace can be made here")),
+    pytest.param(f"{TRAINS} | head -1", 1, CLOSED, id="output that nobody reads"),
+    pytest.param(f"{TRAINS} --rank 0 --master_addr localhost | head -1", 1, CLOSED, id="the same, manual", marks=slow),
+    pytest.param(f"RANK=x LOCAL_RANK=x LOCAL_WORLD_SIZE=x TORCHELASTIC_RUN_ID=old {RUN}", 0, "", id="variables of torchrun"),
+    pytest.param(f"{RUN} --lrr 1", 2, r"error: unrecognized arguments: --lrr 1; did you mean --lr\?", id="a typo in a flag"),
+    pytest.param(f"{RUN} --local-rank=0", 2, "error: unrecognized arguments: --local-rank=0; .* with torchrun", id="torch.distributed.launch"),
+    pytest.param(f"PICTURE_LANGUAGES=jp {RUN}", 2, "error: PICTURE_LANGUAGES=jp must be one or more of en,ja", id="no such language"),
+])
+def test_at_most_one_line(line, status, says, tmp_path):
+    done = in_shell(line, tmp_path)
+    assert done.returncode == status, done.stderr
+    assert re.fullmatch(says, done.stderr.removesuffix("\n")), done.stderr
 
 
 # --- the file that was given is what is judged
@@ -303,7 +287,7 @@ def test_no_private_name_is_needed(name, program, tmp_path):
 
 
 def test_no_other_private_name_is_used():
-    known = {"_exit", "_replace", "_get_help_string", "_check_ranks", "_settings"}  # documented, or of argparse, or ours
+    known = {"_exit", "_replace", "_get_help_string", "_check_ranks", "_settings", "_advice"}  # documented, or of argparse, or ours
     for name in ("launch", "environment", "program", "session", "limits", "cli"):
         tree = ast.parse((ROOT / "common" / f"{name}.py").read_text())
         used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -337,7 +321,7 @@ def test_the_cause_comes_before_silence_before_notices(monkeypatch):
     states = launch.States(store, ["a", "b", "c"], TIMEOUT_S, 60.0)
 
     def write(rank, **state):
-        launch.of_states(store).set(str(rank), f'{{"beat": {now[0]}, {", ".join(state.values())}}}')
+        store.set(f"state {rank}", f'{{"beat": {now[0]}, {", ".join(state.values())}}}')
         states.read()
 
     for rank in range(3):
@@ -351,25 +335,6 @@ def test_the_cause_comes_before_silence_before_notices(monkeypatch):
     assert states.verdict()[:3] == (SILENT, 1, "has not answered for 9 s")
     states.found.append(Failure(CAUSE, 2, "was killed by SIGKILL"))
     assert states.verdict() == states.found[0]
-
-
-def test_where_the_other_ranks_are():
-    """The places of the ranks that have waited, too, and of those that still run."""
-    reader, writer = Pipe(duplex=False)
-    states = launch.States(dist.HashStore(), ["a", "b", "c"], TIMEOUT_S, 60.0)
-    place = f'  File "{ROOT}/ddp_basic/main.py", line 1 in work\n'
-    states.found.append(Failure(WAITED, 1, "has waited", f'  File "{ROOT}/rpc_rl/main.py", line 1, in call\n'))
-    sleeper = subprocess.Popen(["sleep", "60"], preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
-    os.write(writer.fileno(), f"Current thread 0x01:\n{place}".encode())
-    try:
-        told = launch.with_the_others(Failure(WAITED, 0, "has waited for 8 s"), states, {2: sleeper.pid}, reader)
-    finally:
-        sleeper.kill()
-        sleeper.wait()
-    first, second = ((ROOT / name).read_text().splitlines()[0].strip() for name in ("rpc_rl/main.py", "ddp_basic/main.py"))
-    assert told.what == (f"has waited for 8 s; rank 1 (b) is at rpc_rl/main.py:1, `{first}`; "
-                         f"rank 2 (c) is at ddp_basic/main.py:1, `{second}`")
-    assert "rank 2 (c), the innermost line first:" in told.traceback
 
 
 # --- the state of a rank
@@ -390,12 +355,13 @@ def test_state_of_a_rank(method, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("setting", "expected"), [
-    (None, max(1, joblib.cpu_count() // 2)), pytest.param("1", 1, marks=slow), pytest.param("3", 3, marks=slow)])
-def test_threads_under_torchrun(setting, expected, tmp_path):
-    """Torchrun sets OMP_NUM_THREADS to 1 by itself: that is not the user's wish, but a user's 1 is."""
-    others = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = run(torchrun(2, "tests/started.py"), tmp_path, env=others | ({"OMP_NUM_THREADS": setting} if setting else {}))
-    assert (done.returncode, done.stdout.splitlines()) == (0, [f"threads {expected}"] * 2), done.stderr
+    (None, max(1, joblib.cpu_count() // 3)), pytest.param("1", 1, marks=slow), pytest.param("4", 4, marks=slow)])
+def test_state_under_torchrun(setting, expected, tmp_path):
+    """Torchrun sets OMP_NUM_THREADS to 1 by itself: that is not the user's wish, but a user's 1 is. Many ranks do not poll."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RPC_TRANSPORTS")}
+    done = run(torchrun(3, "tests/started.py"), tmp_path, env=environ | ({"OMP_NUM_THREADS": setting} if setting else {}))
+    transports = "uv" if joblib.cpu_count() < 3 else None
+    assert (done.returncode, done.stdout.splitlines()) == (0, [f"threads {expected}, transports {transports}"] * 3), done.stderr
 
 
 def test_two_runs_at_once(monkeypatch, tmp_path):
@@ -410,12 +376,6 @@ def test_two_runs_at_once(monkeypatch, tmp_path):
             assert one.returncode == 0
         nothing_left(runs[0], tmp_path, *runs[1:])
     assert {path.parent.name for path in tmp_path.glob("*/metrics.json")} == {"a", "b"}
-
-
-def test_transports_of_rpc():
-    """All of them, except where polling would take the cores from other ranks."""
-    found = [environment.rpc_transports(ranks, 2, together) for ranks, together in itertools.product((2, 99), (True, False))]
-    assert found == [None, None, None, "uv"]
 
 
 def test_loopback():

@@ -1,6 +1,7 @@
 """Two network namespaces as two machines: a run across them, a cut cable, and a rank 0 that is lost."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -123,46 +124,37 @@ def ends(run, path, rank, says):
     """Assert that a command ends with status 1 and one line about a rank."""
     _, err = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 1, err
-    assert len(errors_of(err)) == 1, err
-    assert re.fullmatch(rf"error: rank {rank} \({ROLES[path][rank]}\) {says}", errors_of(err)[0]), err
+    said, = errors_of(err)
+    assert re.fullmatch(rf"error: rank {rank} \({ROLES[path][rank]}\) {says}", said), err
 
 
-FAILED = [(RL, "manual"), (TRAIN, "torchrun"), pytest.param(RL, "torchrun", marks=slow), pytest.param(TRAIN, "manual", marks=slow)]
 SILENCE = r"has not answered for \d+ s"
+FAULTS = "a cut cable", "rank 0 is lost", "Ctrl-C on one machine"
+EACH_DAY = [("a cut cable", RL, "manual"), ("a cut cable", TRAIN, "torchrun"), ("rank 0 is lost", RL, "manual"),
+            ("rank 0 is lost", TRAIN, "torchrun"), ("Ctrl-C on one machine", TRAIN, "manual")]
+EACH_NIGHT = [row for row in itertools.product(FAULTS, FOREVER, ("manual", "torchrun")) if row not in EACH_DAY]
 
 
-@pytest.mark.parametrize(("path", "mode"), FAILED)
-def test_a_cut_cable(path, mode, machines, port, tmp_path):
-    """Both machines end, and each names the rank that it cannot reach."""
-    try:
-        with forever(machines, mode, port, path, tmp_path) as (here, there):
-            machines.cable("down")
-            ends(here, path, 1, SILENCE)
-            ends(there, path, 0, SILENCE)
-            nothing_left(here, tmp_path, there)
-    finally:
-        machines.cable("up")
-
-
-@pytest.mark.parametrize(("path", "mode"), FAILED)
-def test_rank_0_is_lost(path, mode, machines, port, tmp_path):
-    """Its machine kills all of its processes: the other machine ends, too. torchrun may be the one that says it."""
+@pytest.mark.parametrize(("fault", "path", "mode"), [*EACH_DAY, *(pytest.param(*row, marks=slow) for row in EACH_NIGHT)])
+def test_a_fault(fault, path, mode, machines, port, tmp_path):
+    """Both machines end, and each that lives names the rank that it cannot reach; torchrun may be the one that says it."""
     with forever(machines, mode, port, path, tmp_path) as (here, there):
-        for pid in ip("netns", "pids", machines.names[0]).split():
-            os.kill(int(pid), signal.SIGKILL)
-        if mode == "manual":
-            ends(there, path, 0, f"(is gone|{SILENCE})")
+        if fault == "a cut cable":
+            try:
+                machines.cable("down")
+                ends(here, path, 1, SILENCE)
+                ends(there, path, 0, SILENCE)
+            finally:
+                machines.cable("up")
+        elif fault == "rank 0 is lost":
+            for pid in ip("netns", "pids", machines.names[0]).split():
+                os.kill(int(pid), signal.SIGKILL)
+            here.wait()
+            if mode == "manual":
+                ends(there, path, 0, f"(is gone|{SILENCE})")
         else:
-            _, err = there.communicate(timeout=LIMIT_S)
-            assert there.returncode == 1, err
-        nothing_left(there, tmp_path, here)
-
-
-@pytest.mark.parametrize(("path", "mode"), [(TRAIN, "manual"), pytest.param(RL, "torchrun", marks=slow)])
-def test_interrupted_on_one_machine(path, mode, machines, port, tmp_path):
-    """The other machine ends, too."""
-    with forever(machines, mode, port, path, tmp_path) as (here, there):
-        os.killpg(there.pid, signal.SIGINT)
-        ends(here, path, 1, "was interrupted" if mode == "manual" else f"(was interrupted|{SILENCE})")
+            os.killpg(there.pid, signal.SIGINT)
+            ends(here, path, 1, "was interrupted" if mode == "manual" else f"(was interrupted|{SILENCE})")
         there.communicate(timeout=LIMIT_S)
+        assert there.returncode != 0
         nothing_left(here, tmp_path, there)
