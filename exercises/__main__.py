@@ -19,14 +19,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common import ROOT
+
 from exercises import watching
-from exercises.catalog import HERE, LANGUAGES, ROOT, Desk, Exercise, exercises, named
-from exercises.overlay import copy_of
-from exercises.words import say
+from exercises.catalog import HERE, LANGUAGES, Desk, Exercise, exercises, named, say
+from exercises.judging import copy_of
 
 
 def language_of_the_user() -> str:
-    """Return "ja" where the locale is Japanese, "en" elsewhere."""
+    """Return "ja" if the locale is Japanese, otherwise "en"."""
     settings = [os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG")]
     setting = next(filter(None, settings), None) or locale.getlocale()[0] or ""
     return "ja" if setting.lower().startswith("ja") else "en"
@@ -49,22 +50,32 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; return the exit status: 0, or 1 where an exercise is not solved yet."""
+    """Run a command; return the exit status: 0, or 1 if an exercise is not solved yet."""
     args = build_parser().parse_args(argv)
-    desk, language = Desk(args.folder), args.lang
-    if args.command == "list":
-        return show_list(desk, language)
-    exercise = named(args.number) if args.number else desk.next_unsolved()
-    if exercise is None and args.number:
-        print(say("unknown", language, name=args.number), file=sys.stderr)
+    language = args.lang
+    try:
+        desk = Desk(args.folder)
+        if args.command == "list":
+            return show_list(desk, language)
+        exercise = named(args.number) if args.number else desk.next_unsolved()
+        if exercise is None and args.number:
+            print(say("unknown", language, name=args.number), file=sys.stderr)
+            return 2
+        if exercise is None:
+            print(say("all_solved", language))
+            return 0
+        return run(args, desk, exercise)
+    except PermissionError as error:  # the checkout may belong to another user
+        print(say("not_writable", language, path=error.filename), file=sys.stderr)
         return 2
-    if exercise is None:
-        print(say("all_solved", language))
-        return 0
+
+
+def run(args: argparse.Namespace, desk: Desk, exercise: Exercise) -> int:
+    """Run a command on one exercise; return the exit status."""
+    language, file = args.lang, desk.file(exercise)
     if args.command == "learn":
         watching.Session(desk, language, args.patience).run(exercise)
     elif args.command == "run":
-        file = desk.file(exercise)
         if file.read_bytes() == exercise.stub.read_bytes():  # nothing is written yet
             watching.introduce(exercise, file, language)
         return 0 if watching.judge(exercise, desk, language, args.patience) else 1
@@ -73,56 +84,54 @@ def main(argv: list[str] | None = None) -> int:
     elif args.command == "answer":
         watching.give_answer(exercise, desk, language)
     elif args.command == "real":
-        return run_really(exercise, desk.file(exercise))
+        return run_really(exercise, file)
     elif args.command == "solution":
-        show_solution(exercise, language)
+        text, lesson, line = exercise.solution()
+        print(say("solution", language, file=lesson, line=line))
+        print(f"\n{text}")
+        print(say("why", language, why=exercise.text[language]["why"].strip()))
     else:
-        file = desk.reset(exercise)
+        desk.reset(exercise)
         print(say("reset", language, file=file, old=f"{file.name}.old"))
     return 0
 
 
 def show_list(desk: Desk, language: str) -> int:
     """Print a line for each exercise, and how many are solved."""
-    solved = 0
+    solved = [one for one in exercises() if desk.progress(one)["solved"]]
     for one in exercises():
-        done = desk.solved(one)
-        solved += done
-        print(say("listed", language, mark="*" if done else "-", number=one.number,
+        path = say("afternoon", language, place=one.afternoon) if "afternoon" in one.text else ""
+        print(say("listed", language, mark="*" if one in solved else "-", number=one.number,
                   title=one.text[language]["title"], chapter=one.chapter,
-                  kind=say(one.kind, language), minutes=one.minutes))
-    print(say("counted", language, solved=solved, all=len(exercises())))
+                  kind=say(one.kind, language), minutes=one.minutes, path=path))
+    print(say("counted", language, solved=len(solved), all=len(exercises())))
     return 0
-
-
-def show_solution(exercise: Exercise, language: str) -> None:
-    """Print the lesson's function with its place, and why it is so."""
-    text, file, line = exercise.solution()
-    key = "solution_of" if line is None else "solution_at"
-    print(say(key, language, file=file, line=line))
-    print(f"\n{text}")
-    print(say("why", language, why=exercise.text[language]["why"].strip()))
 
 
 def run_really(exercise: Exercise, file: Path) -> int:
     """Run the command `after` with the learner's function in the lesson; return its status.
 
-    A prediction is part of no program: there the lesson runs as it is.
+    A prediction is part of no program: the lesson runs as it is.
     """
-    with copy_of(exercise, file) as copy:
-        command, tree = [sys.executable, *shlex.split(exercise.after)[1:]], ROOT
-        if exercise.kind != "measure":
-            command += ["--output_dir", str(ROOT / "outputs" / "exercises" / exercise.name)]
-            tree = copy.tree
-        environ = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}"}
+    command = [sys.executable, *shlex.split(exercise.after)[1:]]
+    if exercise.kind == "predict":
+        return subprocess.run(command, cwd=ROOT).returncode
+    command += ["--output_dir", str(Path("outputs/exercises", exercise.name).absolute())]
+    with copy_of(exercise, file) as tree:
+        environ = {**os.environ, "PYTHONPATH": str(tree)}
         return subprocess.run(command, cwd=tree, env=environ).returncode
 
 
 if __name__ == "__main__":
-    for signum in (signal.SIGTERM, signal.SIGHUP):  # as at Ctrl-C: with all that it has started
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: end everything that was started
         signal.signal(signum, signal.default_int_handler)
     try:
-        sys.exit(main())
+        status = main()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print()
-        sys.exit(130)
+        status = 130
+    except BrokenPipeError:  # `| head -4` reads no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 1
+    sys.exit(status)

@@ -1,54 +1,62 @@
 """The exercises: for each a stub, `stubs/NN_name.py`, and its texts, `texts/NN_name.toml`.
 
-    kind, chapter, cell, minutes    write, mend or measure; the notebook's cell, or for a chapter
-                                    the program, where there is no notebook; how long it takes
+    kind, chapter, cell, minutes    write, fix or predict; the notebook's cell (without a notebook,
+                                    `chapter` is the program); the minutes it takes
+    afternoon                       its place on the path of an afternoon, for eight exercises
     target                          the lesson's function: "rpc_rl/main.py::Agent.finish_episode"
     program, flags                  whose `--check` judges it, and with what flags
-    again                           flags of further runs, where one is not enough
-    loop_s                          seconds that the function may compute, if it is not a short one
+    again                           flags of further runs
     after                           the command of the real run
+    shipped                         what is seen of the untouched stub (see `judging.Verdict.seen`)
     [ja], [en]                      title, task, symptom, hints, why, look, question, answer
-    [shipped]                       what is found of the stub: a message, or the kind of a verdict
-    [messages.NAME]                 an expression on what was found, and what that means; of all
-                                    that fit, the first one is shown
-    [wrong.NAME]                    a typical wrong attempt, and what has to be found of it
-    [right.NAME]                    an answer in another style, which has to pass
     [refused.NAME]                  a name that this exercise does not allow, and why
-    [[cases]]                       of measure: arguments of `predict`, flags of the run, what is
-                                    measured; a tolerance: relative or absolute; the solution
+    [[mistakes]]                    an attempt that learners make: `old` and `new` text of the
+                                    solution, or `text`; what it means is shown if all of `seen`
+                                    and nothing of `unseen` was seen
+    [[right]]                       an answer in another style, which passes
+    [[cases]]                       predict: arguments, flags of a run, `measured`, an expression
+    relative, absolute              predict: the tolerance
+    solution                        predict: the answer
 """
 
 import ast
-import dataclasses
 import functools
 import json
-import re
 import shutil
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import ROOT
+from common.report import replacing
+
 HERE = Path(__file__).parent
-ROOT = HERE.parent
-ASKING = "exercises/asking.py::predict"  # in whose place a prediction stands
 LANGUAGES = ("ja", "en")
-NAMED = ("messages", "wrong", "right")  # the tables of a toml that hold tables under their names
+WORDS = tomllib.loads(HERE.joinpath("words.toml").read_text(encoding="utf-8"))
 
 
-@dataclasses.dataclass(frozen=True)
+def say(key: str, language: str, **values: object) -> str:
+    """Return the words of a key of words.toml, its braces filled; a dict has both languages."""
+    said = {name: value[language] if isinstance(value, dict) else value
+            for name, value in values.items()}
+    return WORDS[key][language].format(**said)
+
+
+@dataclass(frozen=True)
 class Exercise:
-    """Holds one exercise.
+    """An exercise; what its toml holds are attributes, too.
 
-    Args:
-        name: with its number, "08_average_gradients".
-        text: what its toml holds.
+    Attributes:
+        name: Name with its number, "08_average_gradients".
+        text: Content of its toml.
     """
 
     name: str
     text: dict
 
     def __getattr__(self, key: str) -> Any:
-        """Return what the toml has: `kind`, `chapter`, `messages`, ..."""
+        """Return what the toml has: `kind`, `chapter`, `mistakes`, ..."""
         try:
             return self.text[key]
         except KeyError:
@@ -56,33 +64,27 @@ class Exercise:
 
     @property
     def number(self) -> str:
-        """Return the two digits of its name."""
+        """Two digits, "08"."""
         return self.name[:2]
 
     @property
-    def target(self) -> str:
-        """Return in whose place the learner's function is put."""
-        return self.text.get("target", ASKING)
-
-    @property
     def function(self) -> str:
-        """Return the name of the learner's function."""
-        return re.split("::|[.]", self.target)[-1]
+        """Name of the learner's function."""
+        if self.kind == "predict":
+            return "predict"
+        return self.target.partition("::")[2].split(".")[-1]
 
     @property
     def stub(self) -> Path:
-        """Return the path of the stub as it is shipped."""
+        """Path of the stub as it is shipped."""
         return HERE / "stubs" / f"{self.name}.py"
 
-    def solution(self) -> tuple[str, str, int | None]:
-        """Return the text of the answer, its file (from the root) and its first line.
-
-        For write and mend, it is the lesson's own function; for measure, it stands in the toml.
-        """
-        if self.kind == "measure":
-            return self.text["solution"], f"exercises/texts/{self.name}.toml", None
+    def solution(self) -> tuple[str, str, int]:
+        """Return the text of the answer, its file (from the root) and its first line."""
+        if self.kind == "predict":
+            return self.text["solution"], f"exercises/texts/{self.name}.toml", 1
         path, _, qualified = self.target.partition("::")
-        text = (ROOT / path).read_text()
+        text = ROOT.joinpath(path).read_text(encoding="utf-8")
         first, last, indent = place_of(text, qualified)
         lines = text.splitlines()[first - 1 : last]
         return "\n".join(line[indent:] for line in lines) + "\n", path, first
@@ -92,9 +94,8 @@ def place_of(text: str, qualified: str) -> tuple[int, int, int]:
     """Return the first line (with decorators), the last line and the indent of a definition.
 
     Args:
-        text: of a Python file.
-        qualified: "average_gradients" or "ParameterServer.forward". Of several, the last one
-            counts, as in Python.
+        text: Text of a Python file.
+        qualified: "average_gradients" or "ParameterServer.forward".
     """
     body = ast.parse(text).body
     for name in qualified.split("."):
@@ -106,16 +107,9 @@ def place_of(text: str, qualified: str) -> tuple[int, int, int]:
 
 @functools.cache
 def exercises() -> list[Exercise]:
-    """Return all, in order."""
-    return [Exercise(path.stem, _read(path))
-            for path in sorted((HERE / "texts").glob("[0-9][0-9]_*.toml"))]
-
-
-def _read(path: Path) -> dict:
-    """Return what a toml holds; messages and attempts are lists, in order, each with its `name`."""
-    text = tomllib.loads(path.read_text())
-    return text | {key: [{"name": name, **table} for name, table in text[key].items()]
-                   for key in NAMED if key in text}
+    """Return all exercises, in order."""
+    return [Exercise(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
+            for path in sorted(HERE.joinpath("texts").glob("[0-9][0-9]_*.toml"))]
 
 
 def named(word: str) -> Exercise | None:
@@ -125,64 +119,62 @@ def named(word: str) -> Exercise | None:
 
 
 class Desk:
-    """Keeps the learner's files and their progress in a folder.
+    """The learner's files, and what is solved, in a folder.
 
     Args:
-        folder: by default the one where the stubs are copied to, `exercises/`.
+        folder: By default `exercises/` itself.
     """
 
     def __init__(self, folder: Path = HERE) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._progress = self.folder / ".progress.json"
 
     def file(self, exercise: Exercise) -> Path:
-        """Return the learner's file, a copy of the stub where it is missing."""
+        """Return the learner's file; if it is missing, make it from the stub."""
         path = self.folder / f"{exercise.name}.py"
         if not path.exists():
             shutil.copyfile(exercise.stub, path)
         return path
 
     def reset(self, exercise: Exercise) -> Path:
-        """Bring the stub back. What the learner has written stays beside it, as NN_name.py.old."""
+        """Bring the stub back; the learner's text stays beside it, as NN_name.py.old."""
         path = self.file(exercise)
         path.replace(path.with_suffix(".py.old"))
-        self._change(exercise, solved=False, hints=0)
+        self.change(exercise, hints=0, tries=0)
         return self.file(exercise)
 
-    def solved(self, exercise: Exercise) -> bool:
-        """Return whether it has passed once."""
-        return self._progress_of(exercise)["solved"]
+    def progress(self, exercise: Exercise) -> dict:
+        """Return `solved`, the number of `hints` given, of wrong `tries` of a prediction."""
+        nothing = {"solved": False, "hints": 0, "tries": 0}
+        return nothing | self._read("progress").get(exercise.name, {})
 
-    def solve(self, exercise: Exercise) -> None:
-        """Remember that it has passed."""
-        self._change(exercise, solved=True)
+    def change(self, exercise: Exercise, **new: object) -> None:
+        """Change what `progress` returns."""
+        self._write("progress", exercise.name, self.progress(exercise) | new)
 
-    def next_hint(self, exercise: Exercise) -> int:
-        """Return the number of the next hint, from 0; the last one again and again."""
-        given = self._progress_of(exercise)["hints"]
-        last = len(exercise.text["en"]["hints"]) - 1
-        self._change(exercise, hints=min(given, last) + 1)
-        return min(given, last)
+    def measured(self, key: str) -> dict | None:
+        """Return the metrics kept under a key (`keep_measured`), or None."""
+        return self._read("measured").get(key)
+
+    def keep_measured(self, key: str, metrics: dict) -> None:
+        """Keep the metrics of a run that does not depend on the learner's answer."""
+        self._write("measured", key, metrics)
 
     def next_unsolved(self, after: Exercise | None = None) -> Exercise | None:
-        """Return the first unsolved exercise, or the first one behind another; None at the end."""
+        """Return the first unsolved exercise (after another one), or None."""
         order = exercises()
         start = order.index(after) + 1 if after else 0
-        return next((one for one in order[start:] + order[:start] if not self.solved(one)), None)
+        return next((one for one in order[start:] + order[:start]
+                     if not self.progress(one)["solved"]), None)
 
-    def _progress_of(self, exercise):
-        return {"solved": False, "hints": 0} | self._all().get(exercise.name, {})
-
-    def _all(self):
+    def _read(self, what: str) -> dict:
         try:
-            progress = json.loads(self._progress.read_text())
+            found = json.loads(self.folder.joinpath(f".{what}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return progress if isinstance(progress, dict) else {}
+        return found if isinstance(found, dict) else {}
 
-    def _change(self, exercise, **new):
-        progress = self._all() | {exercise.name: self._progress_of(exercise) | new}
-        temporary = self._progress.with_suffix(".tmp")
-        temporary.write_text(json.dumps(progress, indent=1))
-        temporary.replace(self._progress)
+    def _write(self, what: str, key: str, value: dict) -> None:
+        with replacing(self.folder / f".{what}.json") as temporary:
+            text = json.dumps(self._read(what) | {key: value}, indent=1)
+            temporary.write_text(text, encoding="utf-8")

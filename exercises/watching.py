@@ -8,9 +8,8 @@ from pathlib import Path
 
 import watchfiles
 
-from exercises.catalog import Desk, Exercise
-from exercises.checking import check
-from exercises.words import say
+from exercises import judging, predicting
+from exercises.catalog import Desk, Exercise, say
 
 SETTLE_S = 0.2  # an editor may write a file in several steps
 
@@ -93,53 +92,55 @@ class Session:
 
 
 def introduce(exercise: Exercise, file: Path, language: str) -> None:
-    """Print what there is to do."""
+    """Print the task."""
     words = exercise.text[language]
-    kind = say(exercise.kind, language)
-    print(say("title", language, number=exercise.number, title=words["title"]))
     cell = exercise.text.get("cell")
+    print(say("title", language, number=exercise.number, title=words["title"]))
     print(say("where" if cell else "where_no_cell", language, chapter=exercise.chapter, cell=cell,
-              kind=kind, minutes=exercise.minutes))
+              kind=say(exercise.kind, language), minutes=exercise.minutes))
     print(f"\n{words['task'].strip()}\n")
-    print(say("edit", language, file=file))
-    sys.stdout.flush()
+    print(say("edit", language, file=file), flush=True)
 
 
 def judge(exercise: Exercise, desk: Desk, language: str, patience: float = 1.0) -> bool:
-    """Check an exercise, print the verdict and what comes after it; return if it has passed.
+    """Judge an exercise, print the verdict and what comes after it; return if it has passed.
 
-    As long as nothing is changed, what is seen is said, and not what it means.
+    For the untouched stub, the verdict says what is wrong, but not what that means.
     """
-    file = desk.file(exercise)
-    words = exercise.text[language]
-    print(say("checks", language, name=file.name), flush=True)
-    verdict = check(exercise, file, patience,
-                    lambda key, values: print(say(key, language, **values), flush=True))
+    def show(key, values):
+        print(say(key, language, **values), flush=True)
+
+    file, words = desk.file(exercise), exercise.text[language]
+    show("checks", {"name": file.name})
+    verdict = (predicting.judge(exercise, file, desk, patience, show)
+               if exercise.kind == "predict" else judging.judge(exercise, file, patience))
     is_shipped = file.read_bytes() == exercise.stub.read_bytes()
     if is_shipped:
-        verdict.message = None
+        verdict.mistake = None
     print(verdict.render(language), flush=True)
     if is_shipped:
-        print(say("shows", language, symptom=words["symptom"].strip()), flush=True)
+        show("shows", {"symptom": words["symptom"].strip()})
     if verdict.passed:
-        desk.solve(exercise)
-        print(say("after", language, number=exercise.number, command=exercise.after))
+        desk.change(exercise, solved=True)
+        show("after", {"number": exercise.number, "command": exercise.after})
         print(f"  {words['look'].strip()}")
-        print(say("question", language, question=words["question"].strip()))
-        print(say("unfold", language, number=exercise.number), flush=True)
+        show("question", {"question": words["question"].strip()})
+        show("unfold", {"number": exercise.number})
     return verdict.passed
 
 
 def give_hint(exercise: Exercise, desk: Desk, language: str) -> None:
-    """Print the next hint."""
-    hints, number = exercise.text[language]["hints"], desk.next_hint(exercise)
-    hint = hints[number].strip()
-    print(say("hint", language, number=number + 1, all=len(hints), hint=hint), flush=True)
+    """Print the next hint; the last one again and again."""
+    hints = exercise.text[language]["hints"]
+    number = min(desk.progress(exercise)["hints"] + 1, len(hints))
+    desk.change(exercise, hints=number)
+    hint = hints[number - 1].strip()
+    print(say("hint", language, number=number, all=len(hints), hint=hint), flush=True)
 
 
 def give_answer(exercise: Exercise, desk: Desk, language: str) -> None:
-    """Print the answer to the question behind an exercise, once that is solved."""
-    if desk.solved(exercise):
+    """Print the answer to the question that follows a solved exercise."""
+    if desk.progress(exercise)["solved"]:
         answer = exercise.text[language]["answer"].strip()
         print(say("answer", language, answer=answer), flush=True)
     else:

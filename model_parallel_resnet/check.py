@@ -1,35 +1,32 @@
-"""`--check`: a whole training over RPC, held against torchvision's ResNet in one process.
+"""`--check` of main.py: a short training run over RPC, compared with a single process.
 
-The training is the lesson's own: `run_worker` in the same processes, with the flags that were given
-but for these: a few small images, whose micro-batches are not all of one size; float64, where a
-mistake cannot be taken for rounding; two rounds over the batch, the first of which is the warm-up.
-The layers have fewer blocks: in a whole ResNet50, BatchNorm over a few numbers is chaotic, and
-rounding grows a hundredfold in a step. That the whole one has torchvision's layers is held apart.
+The run is the lesson's own `run_worker` in three processes. Three things differ from a usual run:
 
-The other program here has its own data, first weights, micro-batches, loss and steps; from the
-lesson it has the flags alone. Both are compared where the master is, after every step
-(recording.py).
+- The images are few and small, and their micro-batches differ in size.
+- All numbers are float64, in which no mistake looks like rounding.
+- The layers have fewer blocks. In a whole ResNet50, BatchNorm over a few numbers is chaotic, and
+  rounding errors grow a hundredfold per step. The layers of the whole model are compared by name.
 
-What is free in the lesson is the order in which a shard takes the micro-batches: whose thread gets
-the lock first. Only the running statistics of BatchNorm depend on it. So the oracle takes the
-statistics of each micro-batch, and adds them up in the order that was recorded.
+The single process is another program: it shares only the flags with the lesson. It splits the data,
+computes the loss and steps in its own way, on torchvision's ResNet.
 
-No time is expected to have a certain length. But between the two readings of the clock there must
-be one step, that of the row. (tests/test_reports.py holds the table that is printed.)
+One thing is free in the lesson: the order in which a shard computes the micro-batches, because any
+thread may get the lock first. BatchNorm's usual running statistics depend on that order. Here, both
+programs use plain averages instead, which do not.
 """
 
 import argparse
-import itertools
+import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 
 from common import report
 from common.cli import starts_rank
 from common.launch import launch
 from common.oracle import Comparison, verdict
-from common.recorder import Recorder, copies
+from common.recorder import Recorder, copies, named_gradients
 from common.vision import import_torchvision
 
 import torch
@@ -37,342 +34,368 @@ from torch import nn
 from torch.distributed import rpc
 
 from model_parallel_resnet import main as lesson
-from model_parallel_resnet.measuring import Window
-from model_parallel_resnet.recording import StepByStep, state
 
-SIDE = 33  # pixels; of 32, the last layers leave one
+SIDE = 33  # pixels; with 32, the last layers would have a single one
 BLOCKS = [1, 2, 2, 1]  # in layer1 to layer4
-CALM = 100  # the learning rate is divided by it, so that rounding grows less
-MOST_ROWS = 3  # the first ones of --num_splits, where none was given
-SENT_S = 3.0  # at most, until all micro-batches of a batch have been sent
+CALM = 100  # the learning rate is divided by it, so that rounding errors grow less
+MOST_ROWS = 3  # the first ones of --num_splits, if the flag is not given
+SENT_S = 3.0  # longest time until all micro-batches of a batch have been sent
 TOLERANCE = 1e-10
 BECAUSE = "the same sums in another order, in float64"
+WORST = "the worst number of each tensor, and its largest"
 
 
-# --- one process
+# --- the single process
 
 
 def single_process(args: argparse.Namespace) -> Iterator[dict]:
-    """Make the same training without RPC and without a second process.
+    """Train in the same way without RPC and without a second process.
 
     Yields:
-        For each step the number of its micro-batches, data, outputs, loss, the weights after it,
-        `{name: tensor}`, and for each micro-batch the statistics of each BatchNorm.
+        For each step: its number of micro-batches (`splits`), `data`, and the `train_step`.
     """
     model = whole_resnet(args).train()
-    norms = {name: module for name, module in model.named_modules()
-             if isinstance(module, nn.BatchNorm2d)}
-    for norm in norms.values():
-        norm.momentum = 1.0  # so its running statistics are those of the last micro-batch
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None  # plain averages over all micro-batches
     generator = torch.Generator().manual_seed(args.seed)
     images = torch.randn(args.batch_size, 3, SIDE, SIDE, generator=generator)
     classes = torch.randint(args.num_classes, (args.batch_size,), generator=generator)
     targets = torch.zeros(args.batch_size, args.num_classes)
     targets[range(args.batch_size), classes] = 1
-    weights = dict(model.named_parameters())
     for _ in range(1 + args.num_batches):
         for number in args.num_splits:
             small, larger = divmod(args.batch_size, number)
             pieces = images.split([small + (i < larger) for i in range(number)])
-            outputs, of_pieces = [], []
-            for piece in pieces:
-                outputs.append(model(piece))
-                of_pieces.append({name: torch.stack([norm.running_mean, norm.running_var])
-                                  for name, norm in norms.items()})
-            outputs = torch.cat(outputs)
-            loss = ((outputs - targets) ** 2).sum() / targets.numel()
-            gradients = torch.autograd.grad(loss, list(weights.values()))
-            with torch.no_grad():
-                for param, gradient in zip(weights.values(), gradients, strict=True):
-                    param -= args.lr * gradient
             yield {"splits": number, "data": {"images": images, "targets": targets},
-                   "outputs": outputs.detach(), "loss": loss.item(), "weights": weights,
-                   "statistics": of_pieces}
+                   **train_step(model, pieces, targets, args.lr)}
+
+
+def train_step(model: nn.Module, pieces: Iterable[torch.Tensor], targets: torch.Tensor,
+               lr: float) -> dict:
+    """Make one step of SGD on micro-batches.
+
+    Returns:
+        `outputs`, `loss`, and as `{name: tensor}` `gradients`, `weights` and BatchNorm's running
+        `statistics`. The weights change with the next step.
+    """
+    weights = dict(model.named_parameters())
+    outputs = torch.cat([model(piece) for piece in pieces])
+    loss = ((outputs - targets) ** 2).sum() / targets.numel()
+    gradients = torch.autograd.grad(loss, list(weights.values()))
+    with torch.no_grad():
+        for parameter, gradient in zip(weights.values(), gradients, strict=True):
+            parameter -= lr * gradient
+    return {"outputs": outputs.detach(), "loss": loss.item(), "weights": weights,
+            "gradients": dict(zip(weights, gradients, strict=True)),
+            "statistics": {name: torch.stack([norm.running_mean, norm.running_var])
+                           for name, norm in model.named_modules()
+                           if isinstance(norm, nn.BatchNorm2d)}}
 
 
 def whole_resnet(args: argparse.Namespace) -> nn.Module:
-    """Make a `short_resnet` with the first weights that the two shards must have."""
+    """Return a `short_resnet` with the initial weights that the two shards must have."""
     whole = short_resnet(args.arch, args.num_classes)
-    draw([whole.conv1, whole.layer1, whole.layer2], 2 * args.seed + 1)
-    draw([whole.layer3, whole.layer4, whole.fc], 2 * args.seed + 2)
+    initialize([whole.conv1, whole.layer1, whole.layer2], 2 * args.seed + 1)
+    initialize([whole.layer3, whole.layer4, whole.fc], 2 * args.seed + 2)
     return whole
 
 
-def draw(layers: list[nn.Module], seed: int) -> None:
-    """Draw the weights of a shard: as torch makes its layers, then those of convolutions anew."""
+def initialize(layers: list[nn.Module], seed: int) -> None:
+    """Initialize a shard's layers as torch does, then all convolutions as torchvision does."""
     torch.manual_seed(seed)
-    drawn = [layer for layer in nn.ModuleList(layers).modules()
-             if isinstance(layer, (nn.Conv2d, nn.Linear))]
-    for layer in drawn:
+    with_weights = [layer for layer in nn.ModuleList(layers).modules()
+                    if isinstance(layer, (nn.Conv2d, nn.Linear))]
+    for layer in with_weights:
         layer.reset_parameters()
-    for layer in drawn:
+    for layer in with_weights:
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
-def shards_of(args: argparse.Namespace,
-              device: str | torch.device = "cpu") -> tuple[nn.Module, nn.Module]:
-    """Make both shards, as `DistResNet50` asks for them."""
-    block, blocks = lesson.ARCHS[args.arch]
-    return (lesson.ResNetShard1(block, blocks[:2], device, 2 * args.seed + 1),
-            lesson.ResNetShard2(block, blocks[2:], args.num_classes, device, 2 * args.seed + 2))
-
-
 def short_resnet(arch: str, num_classes: int, width: int = 64) -> nn.Module:
-    """Make a ResNet of torchvision with the blocks of `arch`, but fewer, and maybe narrower ones.
+    """Return torchvision's ResNet with fewer blocks.
 
     Args:
-        arch: which.
-        num_classes: outputs.
-        width: channels inside of the first blocks; only those of "resnet50" have another than 64.
+        arch: "resnet18" or "resnet50".
+        num_classes: Number of classes.
+        width: Channels inside the first blocks; "resnet18" accepts only 64.
     """
     resnet = import_torchvision().models.resnet
     block = {"resnet18": resnet.BasicBlock, "resnet50": resnet.Bottleneck}[arch]
     return resnet.ResNet(block, BLOCKS, num_classes=num_classes, width_per_group=width)
 
 
-# --- compared
+# --- what is recorded
 
 
-def compare(seen: StepByStep, metrics: dict, args: argparse.Namespace, workers: Sequence[str],
-            parts: int = 1) -> Comparison:
-    """Hold the training that was recorded against the other program; return the findings.
+class Steps:
+    """The steps of the run (`ours`), and after each of them that of the single process (`theirs`).
 
-    Args:
-        seen: what was recorded.
-        metrics: of the lesson.
-        args: the parsed flags.
-        workers: the roles that compute.
-        parts: of the model that each of them has.
-    """
-    ours, theirs = seen.ours, [*seen.theirs, *seen.alone]  # also what was left out
-    found = Comparison(f"{args.world_size} processes")
-    hold_steps(found, ours, theirs, metrics)
-    steps = [(step.get("started", 0), step.get("ended", 0)) for step in ours]
-    hold_windows(found, steps, metrics, args, workers, parts)
-    return found
-
-
-def hold_steps(found: Comparison, ours: list[dict], theirs: list[dict], metrics: dict) -> None:
-    """Hold every number of every step; `ours` and `theirs` are as a `StepByStep` has them."""
-    def both(key):
-        return [[step.get(key, {}) for step in steps] for steps in (ours, theirs)]
-
-    found.equal("data", *both("data"), "drawn from the same seed")
-    found.equal("micro-batches", *both("micro-batches"),
-                "numbers of the micro-batches that each worker has had")
-    found.close("outputs", *both("outputs"), TOLERANCE, BECAUSE)
-    found.close("losses", metrics["losses"], [step["loss"] for step in theirs], TOLERANCE, BECAUSE)
-    found.close("weights", *both("weights"), TOLERANCE,
-                f"{BECAUSE}; shown are the worst number of each tensor, and its largest")
-    found.close("running statistics", *both("statistics"), TOLERANCE,
-                "of each BatchNorm, one micro-batch after the other; as above")
-    found.equal("batches that BatchNorm has seen", *both("counts"), "each micro-batch counts once")
-    found.holds("one micro-batch at a time", all(step.get("one at a time") for step in ours),
-                "no two forwards of a shard may overlap on the timeline: they would write into the "
-                "same running statistics")
-
-
-def layers_of_both(args: argparse.Namespace) -> list[list[str]]:
-    """List the layers of the whole model, of the shards and of torchvision, without numbers."""
-    whole = getattr(import_torchvision().models, args.arch)
-    with torch.device("meta"):
-        shards = shards_of(args, torch.device("meta"))
-        models = nn.ModuleList(shards), whole(num_classes=args.num_classes)
-    return [[repr(layer) for layer in model.modules() if not list(layer.children())]
-            for model in models]
-
-
-def hold_layers(found: Comparison, ours: list[str], theirs: list[str]) -> None:
-    """Hold every layer of the whole model, in order."""
-    first = next((f"{a} instead of {b}" for a, b in zip(ours, theirs, strict=False) if a != b),
-                 f"{len(ours)} layers, {len(theirs)} in torchvision's")
-    found.holds("layers", ours == theirs, f"of both shards, against torchvision's: {first}")
-
-
-# --- times
-
-
-def hold_windows(found: Comparison, steps: list[Window], metrics: dict, args: argparse.Namespace,
-                 workers: Sequence[str], parts: int = 1) -> None:
-    """Hold that each timed window has one step, that of its row, and all of its micro-batches.
+    All steps together are too large for the memory: see `furthest`.
 
     Args:
-        found: the `Comparison`.
-        steps: (start, end) of each step, as it was recorded.
-        metrics: of the lesson.
-        args: the parsed flags.
-        workers: the roles that compute.
-        parts: of the model that each of them has.
+        single: The steps of the single process.
     """
-    rows = len(args.num_splits)
-    inside, forwards = [], []
-    for of_row in metrics["windows"]:
-        # -1: a step that only touches a window.
-        inside.append([[n if start <= began and ended <= end else -1
-                        for n, (began, ended) in enumerate(steps) if began < end and ended > start]
-                       for start, end in of_row])
-        forwards.append([[sum(span["kind"] == "forward" and start < span["end"] <= end
-                              for span in metrics["spans"][worker]) for worker in workers]
-                         for start, end in of_row])
-    expected = [[[row + rows * (1 + batch)] for batch in range(args.num_batches)]
-                for row in range(rows)]
-    found.equal("timed steps", inside, expected, "the steps between the two readings of the clock; "
-                "none of a warm-up, none of another number of splits", unit="row")
-    found.equal("timed micro-batches", forwards,
-                [[[number * parts] * len(workers)] * args.num_batches
-                 for number in args.num_splits],
-                "of each worker between the two readings", unit="row")
+
+    def __init__(self, single: Iterator[dict]) -> None:
+        self.single, self.ours, self.theirs = single, [], []
+
+    def add(self, ours: dict, layers: tuple[str, ...] = ("",)) -> dict | None:
+        """Add a step; return the single process's step, or None if it has no more.
+
+        Args:
+            ours: What the run recorded, with the lists of `state`.
+            layers: Beginnings of the single process's names for the layers in these lists.
+        """
+        self.ours.append(ours)
+        theirs = next(self.single, None)
+        if theirs is not None:
+            self.theirs.append(theirs)
+            for key in ("gradients", "weights", "statistics"):
+                expected = {name: tensor for name, tensor in theirs[key].items()
+                            if name.startswith(layers)}
+                run = dict(zip(expected, ours[key], strict=True))
+                ours[key], theirs[key] = furthest(run, expected)
+        return theirs
+
+    def finished(self) -> tuple[list[dict], list[dict]]:
+        """Return the steps of both sides, including those that the run left out."""
+        return self.ours, [*self.theirs, *self.single]
 
 
-# --- recorded
+def furthest(run: dict[str, torch.Tensor], single: dict[str, torch.Tensor]) -> tuple[dict, dict]:
+    """Keep two numbers of each tensor: the one that differs most, and the largest expected one.
+
+    Returns:
+        `{name: [number, largest]}` of the run, and of the single process. If the shapes differ,
+        the whole tensors take their place.
+    """
+    ours, theirs = {}, {}
+    for name, numbers in run.items():
+        expected = single[name].detach().cpu()
+        if numbers.shape != expected.shape:
+            ours[name], theirs[name] = numbers, expected
+            continue
+        at = (numbers - expected).abs_().argmax()  # NaN counts as the largest
+        largest = torch.linalg.vector_norm(expected, math.inf).item()
+        ours[name] = [numbers.flatten()[at].item(), largest]
+        theirs[name] = [expected.flatten()[at].item(), largest]
+    return ours, theirs
 
 
-class OnMaster(StepByStep):
-    """Keeps, on the master, what its model, its loss and its optimizer do, and asks the workers.
+def state(model: nn.Module, context_id: int | None = None) -> dict[str, list[torch.Tensor]]:
+    """Copy a model's gradients, weights and BatchNorm statistics, in the order of its layers."""
+    gradients, nothing = named_gradients(model, context_id), torch.zeros(0)
+    return {"gradients": [gradients.get(name, nothing) for name, _ in model.named_parameters()],
+            "weights": copies(model.parameters()),
+            "statistics": copies(torch.stack([norm.running_mean, norm.running_var])
+                                 for norm in model.modules() if isinstance(norm, nn.BatchNorm2d))}
+
+
+def average_plainly(module: nn.Module, inputs: tuple) -> None:
+    """Let BatchNorm average in a way that does not depend on the order of the micro-batches."""
+    if isinstance(module, nn.BatchNorm2d) and not inputs[0].is_meta:
+        module.momentum = None
+
+
+class OnWorker:
+    """Holds back the micro-batches of a step until all have been sent, and records their forwards.
 
     Args:
-        alone: the steps of the other program, from `single_process`.
+        recorder: Active recorder of this process.
+        args: Parsed flags.
     """
 
-    def __init__(self, alone: Iterator[dict]) -> None:
-        super().__init__(lesson.WORKERS, alone)
-        self.optimizer_steps, self.sent = 0, {}
+    def __init__(self, recorder: Recorder, args: argparse.Namespace) -> None:
+        self.num_splits, self.changed = args.num_splits, threading.Condition()
+        self.steps, self.forwards, self.late, self.owners = 0, 0, None, set()
+        self.norm_threads = []  # of each call of a BatchNorm in this step
+        recorder.on_forward(before=self.before)
+        for shard_class in (lesson.ResNetShard1, lesson.ResNetShard2):
+            recorder.around(shard_class, "forward")(self.forward)
+
+    def forward(self, forward: Callable, shard: nn.Module, x_rref: rpc.RRef) -> torch.Tensor:
+        """Wait until all micro-batches are here, at most once in vain; then run the forward."""
+        shard.seen = self
+        with self.changed:
+            self.forwards += 1
+            if hasattr(x_rref, "owner_name"):
+                self.owners.add(x_rref.owner_name())
+            splits = self.num_splits[self.steps % len(self.num_splits)]
+            self.changed.notify_all()
+            if not self.late and not self.changed.wait_for(lambda: self.forwards >= splits, SENT_S):
+                self.late = f"only {self.forwards} of {splits}"
+        return forward(shard, x_rref)
 
     def before(self, module: nn.Module, inputs: tuple) -> None:
-        """Begin a batch."""
-        if isinstance(module, lesson.DistResNet50):
-            self.now.setdefault("started", time.time())
-            self.now["images"] = inputs[0]
+        """Note the thread that calls a BatchNorm; the pause lets a second one in if it can."""
+        if isinstance(module, nn.BatchNorm2d):
+            self.norm_threads.append(threading.get_ident())
+            time.sleep(0.001)
 
-    def after(self, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        """Keep the outputs of the model, or the targets of the loss."""
-        if isinstance(module, lesson.DistResNet50):
-            self.now["outputs"] = output
-            self.now["rrefs"] = module.p1_rref, module.p2_rref
-        elif isinstance(module, nn.MSELoss):
-            self.now["targets"] = inputs[1]
-
-    def after_step(self) -> None:
-        """Fetch what the workers have; a second step of the same batch is only counted."""
-        self.optimizer_steps += 1
-        if self.now:
-            self.now["ended"] = time.time()
-            kept = {name: copies([self.now.pop(name)])[0]
-                    for name in ("images", "targets", "outputs") if name in self.now}
-            self.now |= {"outputs": kept.pop("outputs"), "data": kept}
-            rrefs = self.now.pop("rrefs")
-            states = [rpc.rpc_sync(rref.owner(), state_of, args=(rref,)) for rref in rrefs]
-            self.sent = {worker: state["sent"]
-                         for worker, state in zip(self.workers, states, strict=True)}
-            self.add_step(states)
+    def end_step(self, shard: nn.Module) -> dict:
+        """Return what happened in this step, and begin the next one."""
+        norms = sum(isinstance(module, nn.BatchNorm2d) for module in shard.modules())
+        forwards = [self.norm_threads[i : i + norms]
+                    for i in range(0, len(self.norm_threads), norms)]
+        seen = {"micro-batches": self.forwards, "late": self.late, "owners": sorted(self.owners),
+                "one at a time": all(len({*threads}) == 1 for threads in forwards)}
+        self.steps, self.forwards, self.norm_threads = self.steps + 1, 0, []
+        return seen
 
 
-def state_of(shard_rref: rpc.RRef) -> dict:
-    """Return, on a worker, the `state` of its shard, and what was `sent` to it."""
+def end_step(shard_rref: rpc.RRef, context_id: int) -> dict:
+    """Return, on a worker, the `state` of its shard and what `OnWorker` recorded in this step."""
     shard = shard_rref.local_value()
-    return state(shard) | {"sent": shard.sent}
+    return state(shard, context_id) | shard.seen.end_step(shard)
+
+
+def record_master(recorder: Recorder, steps: Steps) -> list[int]:
+    """Record each step on the master; return a list that receives the optimizer's steps."""
+    now, optimizer_steps = {}, []
+
+    def after_forward(module, inputs, output):
+        if isinstance(module, lesson.DistResNet50):
+            now.update(images=inputs[0], outputs=output, shards=(module.p1_rref, module.p2_rref))
+        elif isinstance(module, nn.MSELoss):
+            now.update(targets=inputs[1])
+
+    def after_context(context_id, _):
+        shards = now.pop("shards")
+        first, second = (rpc.rpc_sync(rref.owner(), end_step, args=(rref, context_id))
+                         for rref in shards)
+        kept = dict(zip(now, copies(now.values()), strict=True))
+        seen = {key: dict(zip(lesson.WORKERS, (first.pop(key), second.pop(key)), strict=True))
+                for key in ("micro-batches", "late", "owners", "one at a time")}
+        theirs = steps.add({"outputs": kept.pop("outputs"), "data": kept, **seen,
+                            **{key: [*first[key], *second[key]] for key in first}})
+        if theirs:
+            theirs["micro-batches"] = dict.fromkeys(lesson.WORKERS, theirs["splits"])
+        now.clear()
+
+    recorder.on_forward(after=after_forward)
+    recorder.on_context(after=after_context)
+
+    @recorder.around(lesson.DistributedOptimizer, "step")
+    def step(original, optimizer, context_id):
+        original(optimizer, context_id)
+        optimizer_steps.append(context_id)
+
+    return optimizer_steps
+
+
+# --- what is compared
 
 
 def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
-    """Run the lesson recorded; rank 0 returns what has been found."""
+    """Run the lesson and record it; rank 0 returns the findings."""
     layers = layers_of_both(args)
     prepare(args)
-    if rank > 0:
-        with Recorder() as recorder:
-            wait_for_all(recorder, args)
-            return lesson.run_worker(rank, world_size, args)
-    seen = OnMaster(single_process(args))
+    steps = Steps(single_process(args))
     with Recorder() as recorder:
-        recorder.on_forward(seen.before, seen.after)
-
-        @recorder.around(lesson.DistributedOptimizer, "step")
-        def recorded_step(step, optimizer, context_id):
-            step(optimizer, context_id)
-            seen.after_step()
-
+        recorder.on_forward(before=average_plainly)
+        if rank > 0:
+            OnWorker(recorder, args)
+            return lesson.run_worker(rank, world_size, args)
+        optimizer_steps = record_master(recorder, steps)
         metrics = lesson.run_worker(rank, world_size, args)
-    found = compare(seen, metrics, args, lesson.WORKERS)
-    made, expected = seen.optimizer_steps, len(args.num_splits) * (1 + args.num_batches)
-    found.holds("steps", made == expected,
-                f"the run made {made} optimizer steps, the oracle expects {expected}")
-    hold_sent(found, seen.sent)
-    hold_layers(found, *layers)
+    ours, theirs = steps.finished()
+    found = Comparison(f"{world_size} processes")
+    compare_run(found, metrics["losses"], theirs, lambda key: [
+        [step.get(key, {}) for step in side] for side in (ours, theirs)])
+    found.equal("steps", [len(optimizer_steps)], [len(theirs)], "of the optimizer", "run")
+    found.holds("one micro-batch at a time",
+                all(alone for step in ours for alone in step["one at a time"].values()),
+                "two forwards of a shard would write to the same running statistics")
+    late = next(filter(None, (late for step in ours for late in step["late"].values())), None)
+    found.holds("sent at once", late is None, "while each worker holds back the first micro-batch "
+                f"of a batch, {late or 'all'} of this batch are sent to it")
+    owners = ours[-1]["owners"] if ours else {}
+    found.holds("owners", [*owners.values()] == [[lesson.MASTER_NAME], lesson.WORKERS[:1]],
+                f"each worker fetches its inputs from {owners}")
+    compare_layers(found, *layers)
     return found.as_dict()
 
 
-def hold_sent(found: Comparison, sent: dict[str, dict]) -> None:
-    """Hold what `wait_for_all` has seen: nothing on the master waits, features come directly."""
-    late = [number for of_worker in sent.values() for number in of_worker["late"]]
-    came = "only {} of {}".format(*late[0]) if late else "all"
-    found.holds("sent at once", not late, "while each worker holds back the first micro-batch of a "
-                f"batch, {came} of this batch are sent to it")
-    sources = {worker: sorted(of_worker["by"]) for worker, of_worker in sent.items()}
-    found.holds("owners", [*sources.values()] == [[lesson.MASTER_NAME], lesson.WORKERS[:1]],
-                f"each worker fetches its inputs from {sources}")
+def compare_run(found: Comparison, losses: list[float], theirs: list[dict],
+                both: Callable[[str], tuple[list, list]]) -> None:
+    """Compare all numbers of all steps.
 
-
-def wait_for_all(recorder: Recorder, args: argparse.Namespace) -> None:
-    """Let each worker begin with a batch when all its micro-batches have been sent to it.
-
-    A shard gets `sent`: where not all had come in time, how many of how many; the owners `by` name.
+    Args:
+        found: Receives the findings.
+        losses: Losses in the metrics.
+        theirs: Steps of the single process.
+        both: Function that returns what both sides recorded under a name, step by step.
     """
-    changed = threading.Condition()
-    for shard_class in (lesson.ResNetShard1, lesson.ResNetShard2):
-        @recorder.around(shard_class, "forward")
-        def forward(original, shard, x_rref, i):
-            with changed:
-                if not hasattr(shard, "sent"):
-                    shard.sent = {"number": 0, "late": [], "by": set()}
-                sent = shard.sent
-                sent["number"] += 1
-                if hasattr(x_rref, "owner_name"):
-                    sent["by"].add(x_rref.owner_name())
-                begin, end = batch_of(sent["number"], args)
-                changed.notify_all()
-                if not sent["late"] and not changed.wait_for(lambda: sent["number"] >= end, SENT_S):
-                    sent["late"].append((sent["number"] - begin, end - begin))
-            return original(shard, x_rref, i)
+    found.equal("micro-batches", *both("micro-batches"), "number of forwards in each shard")
+    found.close("outputs", *both("outputs"), TOLERANCE, BECAUSE)
+    found.close("losses", losses, [step["loss"] for step in theirs], TOLERANCE, BECAUSE)
+    compare_steps(found, both)
 
 
-def batch_of(number: int, args: argparse.Namespace) -> tuple[int, int]:
-    """Return how many micro-batches have come before, and at the end, of the batch of `number`."""
-    ends = itertools.accumulate(args.num_splits * (1 + args.num_batches), initial=0)
-    return next((pair for pair in itertools.pairwise(ends) if pair[1] >= number), (0, 0))
+def compare_steps(found: Comparison, both: Callable[[str], tuple[list, list]]) -> None:
+    """Compare the data of all steps, and what they leave in the model; see `compare_run`."""
+    found.equal("data", *both("data"), "generated from the same seed")
+    for key in ("gradients", "weights"):
+        found.close(key, *both(key), TOLERANCE, f"{BECAUSE}; {WORST}")
+    found.close("running statistics", *both("statistics"), TOLERANCE, f"of each BatchNorm; {WORST}")
 
 
-def prepare(args: argparse.Namespace) -> None:
-    """Set float64 and the shorter model, in each process of a check."""
-    torch.set_default_dtype(torch.float64)
-    lesson.ARCHS[args.arch] = lesson.ARCHS[args.arch][0], BLOCKS
+def layers_of_both(args: argparse.Namespace) -> list[list[str]]:
+    """List the layers of the whole model, of the shards and of torchvision, without weights."""
+    block, blocks = lesson.ARCHS[args.arch]
+    device = torch.device("meta")
+    with device:
+        shards = nn.ModuleList([
+            lesson.ResNetShard1(block, blocks[:2], device, args.seed),
+            lesson.ResNetShard2(block, blocks[2:], args.num_classes, device, args.seed)])
+        whole = getattr(import_torchvision().models, args.arch)(num_classes=args.num_classes)
+    return [[repr(layer) for layer in model.modules() if not list(layer.children())]
+            for model in (shards, whole)]
+
+
+def compare_layers(found: Comparison, ours: list[str], theirs: list[str]) -> None:
+    """Compare every layer of the whole model, in order."""
+    first = next((f"{a} instead of {b}" for a, b in zip(ours, theirs, strict=False) if a != b),
+                 f"{len(ours)} layers, {len(theirs)} in torchvision's")
+    found.holds("layers", ours == theirs, f"of both shards, and of torchvision's model: {first}")
 
 
 # --- the command
 
 
 def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
-    """Run main.py, and one process; return the differences on the master.
+    """Run main.py and the single process; return the differences on the master.
 
     Raises:
-        SystemExit: 1 if something does not hold.
+        SystemExit: 1 if a comparison does not hold.
     """
-    leave_rows_out(program, args)
-    # Pieces of 3 and 2 images; `xs.chunk` would make fewer pieces of them.
-    smaller(args, batch_size=max(5, 2 * args.num_splits[-1] + 1))
+    # Micro-batches of 3 and 2 images; `xs.chunk` would make fewer of them.
+    shorten(program, args, lambda num_splits: max(5, 2 * num_splits[-1] + 1))
     return verdict(launch(record, args, program.role_name))
 
 
-def leave_rows_out(program: ModuleType, args: argparse.Namespace) -> None:
-    """Drop the last of the default's `--num_splits`, which takes the longest; obey those given."""
+def shorten(program: ModuleType, args: argparse.Namespace,
+            batch_size: Callable[[list[int]], int]) -> None:
+    """Change the flags to those of a short training run, and print them.
+
+    Args:
+        program: Program that is checked.
+        args: Parsed flags. The last of `--num_splits` takes longest; it is dropped unless given.
+        batch_size: Function that returns the batch size for these numbers.
+    """
     if args.num_splits == program.build_parser().get_default("num_splits"):
         args.num_splits = args.num_splits[:MOST_ROWS]
-
-
-def smaller(args: argparse.Namespace, batch_size: int) -> None:
-    """Change the flags to those of a short training, and print them."""
-    args.batch_size, args.image_size, args.num_batches = batch_size, SIDE, 1
+    args.batch_size, args.image_size, args.num_batches = batch_size(args.num_splits), SIDE, 1
     args.lr /= CALM
     if starts_rank(args, 0):
-        report.log("check", f"{args.arch} on a batch of {batch_size} images of {SIDE}x{SIDE}, "
+        report.log("check", f"{args.arch} on a batch of {args.batch_size} images of {SIDE}x{SIDE}, "
                             "in float64: a warm-up and a timed batch for each of "
                             f"{' '.join(map(str, args.num_splits))} splits, lr {args.lr:g}")
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Set float64 and the shorter model, in each process of a check."""
+    torch.set_default_dtype(torch.float64)
+    lesson.ARCHS[args.arch] = lesson.ARCHS[args.arch][0], BLOCKS

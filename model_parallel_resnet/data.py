@@ -1,4 +1,4 @@
-"""One batch of random images and one-hot targets, always the same; what a machine can hold."""
+"""The data: one batch of random images. Also the limits of what this machine can hold."""
 
 import argparse
 
@@ -8,7 +8,7 @@ import torch
 
 
 def get_batch(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the tutorial's data, once.
+    """Generate the batch that all steps train on.
 
     Returns:
         Images (batch_size, 3, image_size, image_size) and one-hot targets (batch_size,
@@ -23,11 +23,11 @@ def get_batch(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def require_sizes(args: argparse.Namespace, roles: list[list[str]]) -> None:
-    """Add 1 to `--num_splits`, and sort; refuse what cannot be split, or held by this machine.
+    """Add 1 to `--num_splits`, and sort it; refuse sizes that cannot be split or do not fit here.
 
     Args:
-        args: the parsed flags of main.py or schedules.py.
-        roles: what each rank has: of "batch", "first half" and "second half".
+        args: Parsed flags of main.py or schedules.py.
+        roles: For each rank, what it holds of "batch", "first half" and "second half".
 
     Raises:
         SystemExit: 2 after one line, before any process starts.
@@ -38,8 +38,9 @@ def require_sizes(args: argparse.Namespace, roles: list[list[str]]) -> None:
     most = args.num_splits[-1]
     if most > args.batch_size:
         refuse(f"--num_splits {most} must be at most {given(args, 'batch_size')}: every "
-               "micro-batch needs a sample")
-    if args.batch_size // most == 1 and args.image_size == 32:  # BatchNorm of a single number
+               "micro-batch needs an image")
+    # BatchNorm cannot average a single number.
+    if args.batch_size // most == 1 and args.image_size == 32:
         refuse(f"{given(args, 'image_size')} must be above 32 with --num_splits {most} and "
                f"{given(args, 'batch_size')}: the last layers would see one pixel of one image")
     last_layer = {"resnet18": 512, "resnet50": 2048}[args.arch] * args.num_classes
@@ -52,23 +53,21 @@ def require_sizes(args: argparse.Namespace, roles: list[list[str]]) -> None:
 
 def require_split_sizes(args: argparse.Namespace, split_sizes: list[int],
                         num_classes: int) -> list[int]:
-    """Fill in the split sizes; refuse what is no part of the batch, or cannot be held here.
-
-    `args.split_size` is set afterwards, and `args.measured_sizes`: all split sizes, in order.
+    """Set `args.split_size` and `args.measured_sizes`, all split sizes in order.
 
     Args:
-        args: the parsed flags of single_machine.py, with the chosen `devices`.
-        split_sizes: to measure, if `--split_sizes` has none.
-        num_classes: of the targets.
+        args: Parsed flags of single_machine.py, with the chosen `devices`.
+        split_sizes: Default of `--split_sizes`.
+        num_classes: Number of classes.
 
     Returns:
-        The split sizes that are left out, since they are larger than the batch.
+        The split sizes that are left out because they are larger than the batch.
 
     Raises:
-        SystemExit: 2 after one line.
+        SystemExit: 2 after one line, if a size is larger than the batch or does not fit here.
     """
     too_large = [size for size in args.split_sizes or split_sizes if size > args.batch_size]
-    accepted = f"must be at most --batch_size {args.batch_size}: it is the samples of a micro-batch"
+    accepted = f"must be at most --batch_size {args.batch_size}: it is the size of a micro-batch"
     if args.split_sizes and too_large:
         refuse(f"--split_sizes {too_large[0]} {accepted}")
     if args.split_size is None:
@@ -85,10 +84,10 @@ def require_split_sizes(args: argparse.Namespace, split_sizes: list[int],
 
 
 def batch_bytes(args: argparse.Namespace, num_classes: int) -> int:
-    """Estimate the bytes of the images and of the one-hot targets, in float32."""
+    """Estimate the bytes of the images and one-hot targets in float32."""
     return 4 * args.batch_size * (3 * args.image_size**2 + num_classes)
 
 
 def first_layers_bytes(args: argparse.Namespace) -> int:
-    """Estimate what the first layer and its BatchNorm make: 64 channels, half as high and wide."""
+    """Estimate the bytes of the first two layers' outputs: 64 channels of half the image size."""
     return 4 * args.batch_size * 2 * 64 * (args.image_size // 2) ** 2

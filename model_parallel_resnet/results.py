@@ -1,19 +1,12 @@
-"""What the folder's pipelines leave: a line for each batch, table, metrics.json, num_split.png."""
+"""Results of both pipelines: a line for each batch, a table, metrics.json, num_split.png."""
 
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Sequence
-from typing import NoReturn
 
 from common import picture, report
 
 import torch
-
-from model_parallel_resnet import measuring
-from model_parallel_resnet.measuring import Spans, Window
-from tracing import timeline
 
 TUTORIAL_S = {1: 16.45, 2: 12.33, 4: 10.16, 8: 9.08}  # 6_7, cell 18: three batches of 120, two GPUs
 STAGES = 2
@@ -30,104 +23,149 @@ WORDS = {
 
 
 class Batches:
-    """Keeps the losses and the times of a run's batches.
+    """Losses and times of a run's batches.
 
     Args:
-        role: of this process, for the printed lines.
-        args: the parsed flags.
-        show: whether this process shows a progress bar.
+        role: Name of this process, for the printed lines.
+        args: Parsed flags.
+        show: Whether this process prints; if not, it only keeps its own times.
     """
 
     def __init__(self, role: str, args: argparse.Namespace, show: bool = True) -> None:
-        self.role, self.losses = role, []
-        self.windows = {num_split: [] for num_split in args.num_splits}
+        self.role, self.show = role, show
+        self.losses = []
+        self.seconds = {num_split: [] for num_split in args.num_splits}
+        self.idle = {num_split: [] for num_split in args.num_splits}
         self.bar = report.progress((args.num_batches + 1) * len(args.num_splits), "batch",
                                    show=show)
 
-    def add(self, batch: int, num_split: int, started: float, loss: float | torch.Tensor) -> None:
-        """Add a batch that has ended, and print a line.
+    def add(self, batch: int, num_split: int, seconds: float, loss: float | torch.Tensor | None,
+            busy: float | None = None) -> None:
+        """Add a batch, and print a line.
 
         Args:
-            batch: its number; 0 is the warm-up.
-            num_split: its micro-batches.
-            started: when it did, of `time.time()`.
-            loss: a number, or a tensor of one.
+            batch: Number of the batch; batch 0 is the warm-up, whose time is dropped.
+            num_split: Number of its micro-batches.
+            seconds: Duration of the batch.
+            loss: Loss of the batch; None on a rank that does not compute it.
+            busy: Seconds in which this process computed, if they were measured.
 
         Raises:
-            NotFiniteError: if the loss is not.
+            NotFiniteError: If the loss is not finite.
         """
-        ended = time.time()
-        self.windows[num_split].append((started, ended))
-        loss = report.require_finite(loss, f"at step {len(self.losses) + 1}")
-        self.losses.append(loss)
-        report.log(self.role, f"{f'batch {batch}' if batch else 'warm-up'}  splits {num_split}  "
-                              f"loss {loss:.4f}  {ended - started:.2f} s")
-        self.bar.update()
+        if batch > 0:
+            self.seconds[num_split].append(seconds)
+            if busy is not None:
+                self.idle[num_split].append(1 - busy / seconds)
+        if self.show:
+            loss = report.require_finite(loss, f"at step {len(self.losses) + 1}")
+            self.losses.append(loss)
+            number = f"batch {batch}" if batch else "warm-up"
+            report.log(self.role, f"{number}  splits {num_split}  loss {loss:.4f}  {seconds:.2f} s")
+            self.bar.update()
 
-    def metrics(self, spans: Spans) -> dict:
-        """Return what `finish` takes; `spans` are those of all processes."""
+    def metrics(self) -> dict:
+        """Return the losses of all batches in order, and the times: see `finish`."""
         self.bar.close()
-        return {"losses": self.losses, "windows": [times[1:] for times in self.windows.values()],
-                "spans": spans}
+        return {"losses": self.losses, "seconds": list(self.seconds.values())}
 
 
 def finish(metrics: dict, args: argparse.Namespace, name: str = "RPC pipeline",
-           workers: Sequence[str] = ("worker1", "worker2"), backend: str = "tensorpipe",
-           device: str | None = None) -> dict:
-    """Turn what was recorded into rows, print and write them, and draw; return all metrics.
+           backend: str = "tensorpipe", device: str | None = None) -> dict:
+    """Print the table, write metrics.json, plot num_split.png; return all metrics.
 
     Args:
-        metrics: of `run_worker`: `losses` (one for each batch), `windows` (for each of
-            `args.num_splits`, the beginning and end of its timed batches) and `spans` (of all
-            processes); times in seconds.
-        args: the parsed flags.
-        name: of the pipeline, for the line of numbers and the pictures.
-        workers: the roles that compute.
-        backend: what carries the tensors.
-        device: "cpu" where the workers were on it whatever `--device` is.
+        metrics: What `run_worker` returned. `losses` has one loss per batch. `seconds` has, for
+            each of `args.num_splits`, the duration of each timed batch. `idle`, if present, has
+            for each rank and each of `args.num_splits` the idle fraction of each timed batch.
+        args: Parsed flags.
+        name: Name of the pipeline, for the summary line and the picture.
+        backend: Backend that sends the tensors.
+        device: "cpu" if the workers used the CPU in spite of `--device`.
 
     Raises:
-        SystemExit: 1 after one line, if the run cannot be what its table would say.
+        SystemExit: 1 after one line, if the loss has not fallen.
     """
-    require_sound(metrics, args, workers)
-    rows = rows_of(metrics, args, workers)
-    spans, windows = metrics.pop("spans"), metrics.pop("windows")
-    if metrics.get("stages_per_rank", 1) == 1:
-        metrics["where"] = measuring.rows_of(spans, workers, args.num_splits, windows)
+    require_falling(metrics["losses"], len(args.num_splits))
+    rows = rows_of(metrics.pop("seconds"), metrics.pop("idle", []), args.num_splits)
     metrics = report.save_metrics(args, {
         "arch": args.arch, "batch_size": args.batch_size, "image_size": args.image_size, **metrics,
         "rows": rows}, backend, device)
     print("\n".join(table(rows)))
-    plot([metrics], args, name)
-    print(last_line(rows, metrics["losses"], args, name))
+    plot(metrics, args, name)
+    print(last_line(rows, metrics["losses"], args.arch, name))
     return metrics
 
 
-def require_sound(metrics: dict, args: argparse.Namespace, workers: Sequence[str]) -> None:
-    """End in words if the loss has not fallen, or a worker had other numbers of micro-batches."""
-    losses, n_rows = metrics["losses"], len(args.num_splits)
-    first, last = (statistics.fmean(part) for part in (losses[:n_rows], losses[-n_rows:]))
-    if not last < first:  # the batch is always the same
-        fail(f"the loss of the same batch has not fallen: {first:.4f} to {last:.4f}; "
-             "a smaller --lr?")
-    for num_split, of_split in zip(args.num_splits, metrics["windows"], strict=True):
-        for worker in workers:
-            inside = timeline.within(metrics["spans"][worker], of_split[-1])
-            forwards = sum(span["kind"] == "forward" for span in inside)
-            number = forwards / metrics.get("stages_per_rank", 1)
-            if number != num_split:
-                fail(f"{worker} had {number:g} micro-batches with --num_splits {num_split}")
+def require_falling(losses: list[float], round_size: int) -> None:
+    """Refuse a training run whose mean loss in the last round is not below that of the first.
 
-
-def shown_first(spans_by_role: Spans, args: argparse.Namespace) -> dict[str, Window]:
-    """Choose the windows of a timeline: the last batch with 1 micro-batch, the fastest number's.
+    All steps use the same batch, so a loss that does not fall shows that nothing was learned.
 
     Args:
-        spans_by_role: with a step of each worker at the end of each batch.
-        args: the parsed flags.
+        losses: Losses of all steps, in order.
+        round_size: Number of steps in a round.
+
+    Raises:
+        SystemExit: 1 after one line.
+    """
+    first, last = (statistics.fmean(part) for part in (losses[:round_size], losses[-round_size:]))
+    if not last < first:
+        print(f"error: the loss of the same batch has not fallen: {first:.4f} to {last:.4f}; "
+              "a smaller --lr?", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def rows_of(seconds: list[list[float]], idle: list[list[list[float]]],
+            num_splits: list[int]) -> list[dict]:
+    """Compute one row of numbers for each of `num_splits`; see `finish` for the arguments.
 
     Returns:
-        The windows by their captions.
+        For each number: its median time, its speedup over a single piece, the ideal speedup, and
+        the mean idle fraction of the ranks if that was measured.
+    """
+    rows = []
+    for row, (num_split, times) in enumerate(zip(num_splits, seconds, strict=True)):
+        median = statistics.median(times)
+        # In an ideal pipeline, a batch is m pieces of work for each of two stages. The last piece
+        # leaves the second stage after m + 1 of the 2m pieces' times.
+        rows.append({"num_split": num_split, "median_s": median,
+                     "speedup": statistics.median(seconds[0]) / median,
+                     "ideal": STAGES * num_split / (num_split + STAGES - 1)})
+        if idle:
+            of_batches = zip(*(of_rank[row] for of_rank in idle), strict=True)
+            rows[-1]["idle_share"] = statistics.median(map(statistics.fmean, of_batches))
+    return rows
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Return a heading, and one line for each number of micro-batches."""
+    head, line = "splits   s/batch   speed-up   ideal", (
+        "{num_split:6}   {median_s:7.2f}   {speedup:8.2f}   {ideal:5.2f}")
+    if "idle_share" in rows[0]:
+        head, line = f"{head}   idle", f"{line}   {{idle_share:4.0%}}"
+    return [head, *(line.format(**row) for row in rows)]
+
+
+def last_line(rows: list[dict], losses: list[float], arch: str, name: str) -> str:
+    """Return the summary line."""
+    best = min(rows, key=lambda row: row["median_s"])
+    idle = ", workers idle {idle_share:.0%}" if "idle_share" in best else ""
+    return ("{}, {}: loss {:.4f} -> {:.4f} | best with num_split {num_split}: {median_s:.2f} s "
+            "a batch, {speedup:.2f} times as fast as with 1 (ideal {ideal:.2f})" + idle).format(
+                arch, name, losses[0], losses[-1], **best)
+
+
+def shown_first(spans_by_role: dict[str, list[dict]],
+                args: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Choose two windows for the timeline: the last batch in one piece, and the fastest batch.
+
+    Args:
+        spans_by_role: Spans of each process. The steps of the optimizer end a batch.
+        args: Parsed flags.
+
+    Returns:
+        The windows (start, end) in seconds, by their captions.
     """
     steps = [sorted(span["end"] for span in spans if span["kind"] == "step")
              for spans in spans_by_role.values()]
@@ -139,72 +177,25 @@ def shown_first(spans_by_role: Spans, args: argparse.Namespace) -> dict[str, Win
             for number in (1, fastest)}
 
 
-def fail(sentence: str) -> NoReturn:
-    """End with status 1 after one line."""
-    print(f"error: {sentence}", file=sys.stderr)
-    raise SystemExit(1)
-
-
-def rows_of(metrics: dict, args: argparse.Namespace, workers: Sequence[str]) -> list[dict]:
-    """Compute a row of numbers for each of `args.num_splits`; see `finish`."""
-    medians = [statistics.median(end - start for start, end in of_split)
-               for of_split in metrics["windows"]]
-    return [{"num_split": num_split, "median_s": median, "speedup": medians[0] / median,
-             # One batch is m pieces of work for each of two stages. In an ideal pipeline, the
-             # last piece leaves the second stage after m + 1 of the 2m pieces' times.
-             "ideal": STAGES * num_split / (num_split + STAGES - 1),
-             "idle_share": statistics.median(idle_share(metrics["spans"], workers, window)
-                                             for window in of_split)}
-            for num_split, median, of_split
-            in zip(args.num_splits, medians, metrics["windows"], strict=True)]
-
-
-def idle_share(spans: Spans, workers: Sequence[str], window: Window) -> float:
-    """Return the mean of the workers' idle shares in a window of time."""
-    return statistics.fmean(timeline.idle_share(spans[worker], window) for worker in workers)
-
-
-def table(rows: list[dict]) -> list[str]:
-    """Return lines: a head, and one for each number of micro-batches."""
-    line = "{num_split:6}   {median_s:7.2f}   {speedup:8.2f}   {ideal:5.2f}   {idle_share:4.0%}"
-    return ["splits   s/batch   speed-up   ideal   idle", *(line.format(**row) for row in rows)]
-
-
-def last_line(rows: list[dict], losses: list[float], args: argparse.Namespace, name: str) -> str:
-    """Put the run into one sentence."""
-    best = min(rows, key=lambda row: row["median_s"])
-    return ("{}, {}: loss {:.4f} -> {:.4f} | best with num_split {num_split}: {median_s:.2f} s "
-            "a batch, {speedup:.2f} times as fast as with 1 (ideal {ideal:.2f}), workers idle "
-            "{idle_share:.0%}").format(args.arch, name, losses[0], losses[-1], **best)
-
-
-def plot(runs: list[dict], args: argparse.Namespace, name: str = "RPC pipeline") -> None:
-    """Draw `num_split.png`: times of a batch, here and in the tutorial, over those with 1 split.
-
-    Args:
-        runs: the metrics of one or several.
-        args: the parsed flags.
-        name: of the pipeline.
-    """
-    path, rows = args.output_dir / "num_split.png", runs[0]["rows"]
+def plot(metrics: dict, args: argparse.Namespace, name: str) -> None:
+    """Plot num_split.png: times of a batch, here and in the tutorial, over those with 1 split."""
+    rows = metrics["rows"]
+    splits = [row["num_split"] for row in rows]
+    times = [1 / row["speedup"] for row in rows]
     for axes, words in picture.in_each_language(
-            path, WORDS, runs, arch=args.arch, batch_size=args.batch_size, pixels=args.image_size,
-            name=name):
-        splits = [row["num_split"] for row in rows]
+            args.output_dir / "num_split.png", WORDS, [metrics], arch=args.arch,
+            batch_size=args.batch_size, pixels=args.image_size, name=name):
         axes.plot(splits, [1 / row["ideal"] for row in rows], ":", color="0.4",
                   label=words["ideal"])
         axes.plot(list(TUTORIAL_S), [seconds / TUTORIAL_S[1] for seconds in TUTORIAL_S.values()],
                   "s--", color=picture.GREY, label=words["tutorial"])
-        times = [[1 / row["speedup"] for row in run["rows"]] for run in runs]
-        picture.line(axes, splits, times, color="C0", label=words["here"])
-        axes.set_xscale("log", base=2)
+        axes.plot(splits, times, "o-", color="C0", label=words["here"])
         ticks = sorted({*splits, *TUTORIAL_S})
+        axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, labels=map(str, ticks))
-        axes.set_ylim(0, 1.15 * max(max(of_run) for of_run in times))
-        seconds, _ = picture.median_and_errors([[row["median_s"] for row in run["rows"]]
-                                                for run in runs])
-        for row, median, of_split in zip(rows, seconds, zip(*times, strict=True), strict=True):
-            # Away from the other lines.
-            end, points = (min, -15) if row["speedup"] > row["ideal"] else (max, 7)
-            axes.annotate(words["seconds"] % median, (row["num_split"], end(of_split)), (0, points),
-                          textcoords="offset points", ha="center", fontsize=9, color="C0")
+        axes.set_ylim(0, 1.15 * max(times))
+        for row, split, relative in zip(rows, splits, times, strict=True):
+            below = row["speedup"] > row["ideal"]  # away from the other lines
+            axes.annotate(words["seconds"] % row["median_s"], (split, relative),
+                          (0, -15 if below else 7), textcoords="offset points", ha="center",
+                          fontsize=9, color="C0")

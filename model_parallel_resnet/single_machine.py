@@ -1,20 +1,20 @@
 r"""One model on two devices of one machine, plain and as a pipeline (tutorial 6_2).
 
-A model that does not fit on one device is cut in two; its activations travel from one to the other.
-So only one device works at a time. Cut the batch into micro-batches as well, and both can work.
+A model that does not fit on one device is split over two, and its activations travel between them.
+Then only one device works at a time. If the batch is split into micro-batches as well, both can.
 
     time            ------------------------------------------------------------------------->
-    ModelParallelResNet50: one of the two always waits
+    ModelParallelResNet50: one of the two devices always waits
       cuda:0        [ seq1: forward ]....................................[ seq1: backward    ]
       cuda:1        .................[ seq2, fc: forward ][ backward    ].....................
 
-    PipelineParallelResNet50: the batch in 4 micro-batches
+    PipelineParallelResNet50: a batch of 4 micro-batches
       cuda:0        [ 1 ][ 2 ][ 3 ][ 4 ]..............[  4   ][  3   ][  2   ][  1   ]
       cuda:1        .....[ 1 ][ 2 ][ 3 ][ 4 ][  4   ][  3   ][  2   ][  1   ].........
 
-There is one process and no `launch`: the kernels of a GPU are only queued by the line of Python
-that calls them, so one process keeps two GPUs busy. On one device, or on CPUs, nothing can overlap:
-a run shows what the splitting costs, not what it wins, and its first line states that.
+There is one process and no `launch`. A line of Python only queues a GPU's kernels, so one process
+keeps two GPUs busy. On one device or on CPUs, nothing can overlap. Such a run shows what splitting
+costs, but not what it gains; its first line says so.
 
     python model_parallel_resnet/single_machine.py                          two GPUs, or one device
     python model_parallel_resnet/single_machine.py --devices cuda:0 cuda:1  these two
@@ -49,24 +49,24 @@ SPLIT_SIZES = [1, 3, 5, 8, 10, 12, 20, 40, 60]
 
 
 class ToyModel(nn.Module):
-    """Has two layers on two devices: all that changes is where the tensors are."""
+    """Two layers on two devices: only the places of the tensors differ from an ordinary model."""
 
     def __init__(self, devices: list[torch.device]) -> None:
         super().__init__()
-        # Tutorial: "cuda:0" and "cuda:1" in all classes, which do not start on fewer GPUs.
+        # Tutorial: all classes name "cuda:0" and "cuda:1", so fewer than two GPUs are an error.
         self.dev0, self.dev1 = devices
         self.net1 = torch.nn.Linear(10, 10).to(self.dev0)
         self.relu = torch.nn.ReLU()
         self.net2 = torch.nn.Linear(10, 5).to(self.dev1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn (samples, 10) on any device into (samples, 5) on the second one."""
+        """Compute (samples, 5) on the second device from (samples, 10) on any device."""
         x = self.relu(self.net1(x.to(self.dev0)))
         return self.net2(x.to(self.dev1))
 
 
 def train_toy(args: argparse.Namespace) -> tuple[float, float]:
-    """Make one step of `ToyModel`; return the loss before and after it."""
+    """Train `ToyModel` for one step; return the loss before and after it."""
     torch.manual_seed(args.seed)
     model = ToyModel(args.devices)
     loss_fn = nn.MSELoss()
@@ -81,14 +81,14 @@ def train_toy(args: argparse.Namespace) -> tuple[float, float]:
 
 
 class ModelParallelResNet50(nn.Module):
-    """Has the halves of a ResNet50 on two devices.
+    """A ResNet50 whose halves are on two devices.
 
     Args:
-        resnet: torchvision's; its layers are moved, not copied.
-        devices: of the first half and of the second.
+        resnet: Torchvision's ResNet50; its layers are moved, not copied.
+        devices: Device of the first half, and device of the second half.
     """
 
-    # Tutorial: a subclass of torchvision's ResNet, whose layers then have two names each.
+    # Tutorial: subclasses torchvision's ResNet, so each layer has two names.
     def __init__(self, resnet: nn.Module, devices: list[torch.device]) -> None:
         super().__init__()
         self.dev0, self.dev1 = devices
@@ -106,37 +106,41 @@ class ModelParallelResNet50(nn.Module):
         self.fc = resnet.fc.to(self.dev1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn images (samples, 3, height, width) into (samples, classes) on the second device."""
+        """Compute logits (N, classes) on the second device from images (N, 3, H, W)."""
         x = self.seq2(self.seq1(x.to(self.dev0)).to(self.dev1))
         return self.fc(x.flatten(1))
 
 
 def train(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
           args: argparse.Namespace) -> list[torch.Tensor]:
-    """Train for `--num_batches` steps on one batch; return the loss before each, on its device.
+    """Train for `--num_batches` steps on one batch.
 
     Args:
-        model: its output is (samples, classes), on whatever device.
-        inputs, labels: the batch, in main memory.
-        args: the parsed flags.
+        model: Model whose output is (N, classes), on any device.
+        inputs: Images (N, 3, H, W) in main memory.
+        labels: One-hot targets (N, classes) in main memory.
+        args: Parsed flags.
+
+    Returns:
+        The loss of each step, a tensor on the output's device.
     """
     model.train(True)
     loss_fn = nn.MSELoss()
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
     losses = []
     for _ in range(args.num_batches):
-        # Tutorial: new random images here, while the clock runs; no losses to compare.
+        # Tutorial: draws new random images here, while the clock runs; losses don't compare.
         optimizer.zero_grad()
         outputs = model(inputs.to(args.devices[0]))
         loss = loss_fn(outputs, labels.to(outputs.device))
         loss.backward()
         optimizer.step()
-        losses.append(loss.detach())  # not .item(), which waits for the GPUs
+        losses.append(loss.detach())  # not .item(), which would wait for the GPUs
     return losses
 
 
 def synchronize(devices: list[torch.device]) -> None:
-    """Wait until the devices have done what they were given to do."""
+    """Wait until the devices have finished all queued work."""
     for of_half in devices:
         if of_half.type == "cuda":
             torch.cuda.synchronize(of_half)
@@ -144,7 +148,11 @@ def synchronize(devices: list[torch.device]) -> None:
 
 def time_training(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
                   args: argparse.Namespace) -> tuple[float, list[float]]:
-    """Time `train`; return its seconds, and its losses."""
+    """Time `train`; return its duration in seconds, and its losses.
+
+    Raises:
+        NotFiniteError: If a loss is not finite.
+    """
     synchronize(args.devices)
     start = time.perf_counter()
     losses = train(model, inputs, labels, args)
@@ -155,11 +163,13 @@ def time_training(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
 
 
 class PipelineParallelResNet50(ModelParallelResNet50):
-    """Sends micro-batches through, one behind the other.
+    """A ResNet50 on two devices that computes one micro-batch after another.
 
     Args:
-        resnet, devices: as above.
-        split_size: samples in each; the last one may have fewer. It is not their number.
+        resnet: Torchvision's ResNet50; its layers are moved, not copied.
+        devices: Device of the first half, and device of the second half.
+        split_size: Number of samples in a micro-batch (not the number of micro-batches). The last
+            micro-batch may be smaller.
     """
 
     def __init__(self, resnet: nn.Module, devices: list[torch.device],
@@ -168,7 +178,7 @@ class PipelineParallelResNet50(ModelParallelResNet50):
         self.split_size = split_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn images (samples, 3, height, width) into (samples, classes) on the second device."""
+        """Compute logits (N, classes) on the second device from images (N, 3, H, W)."""
         splits = iter(x.to(self.dev0).split(self.split_size, dim=0))
         s_next = next(splits)
         s_prev = self.seq1(s_next).to(self.dev1)
@@ -177,7 +187,7 @@ class PipelineParallelResNet50(ModelParallelResNet50):
             # A. s_prev runs on dev1
             s_prev = self.seq2(s_prev)
             ret.append(self.fc(s_prev.flatten(1)))
-            # B. s_next runs on dev0, at the same time as A: on GPUs neither line waits.
+            # B. s_next runs on dev0, at the same time as A, because on GPUs neither line waits.
             s_prev = self.seq1(s_next).to(self.dev1)
         s_prev = self.seq2(s_prev)
         ret.append(self.fc(s_prev.flatten(1)))
@@ -185,7 +195,10 @@ class PipelineParallelResNet50(ModelParallelResNet50):
 
 
 def resnet50_and_batch(args: argparse.Namespace) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Make an unsplit ResNet50 on the first device; images and one-hot targets in main memory."""
+    """Return an unsplit ResNet50 on the first device, and a batch in main memory.
+
+    The batch is images (N, 3, H, W) and one-hot targets (N, classes).
+    """
     torch.manual_seed(args.seed)
     models = import_torchvision().models
     resnet = models.resnet50(num_classes=NUM_CLASSES).to(args.devices[0])
@@ -196,15 +209,16 @@ def resnet50_and_batch(args: argparse.Namespace) -> tuple[nn.Module, torch.Tenso
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
-    """Time all models in turns.
+    """Time all models alternately.
 
     Returns:
-        A row for the single device, the model parallel one, and each split size: `{model,
-        split_size, micro_batches, times_s, losses}`; `split_size` is None where nothing is split.
+        A row for the single device, one for model parallel, and one for each split size:
+        `{model, split_size, micro_batches, times_s, losses}`. `split_size` is None if the batch is
+        not split.
     """
     resnet, inputs, labels = resnet50_and_batch(args)
     model_parallel = ModelParallelResNet50(copy.deepcopy(resnet), args.devices)
-    # One for all sizes, to save memory.
+    # All split sizes share one model, to save memory.
     pipeline = PipelineParallelResNet50(copy.deepcopy(resnet), args.devices)
     candidates = [("single device", resnet, None), ("model parallel", model_parallel, None)]
     candidates += [("pipeline", pipeline, split_size) for split_size in args.measured_sizes]
@@ -213,15 +227,16 @@ def measure(args: argparse.Namespace) -> list[dict]:
             for name, _, size in candidates]
     with report.progress(len(rows) * (1 + args.num_repeat), "run", role=ROLE) as bar:
         for repeat in range(1 + args.num_repeat):
-            # Tutorial: ten new models of a kind in a row, each timed once. In turns, what else the
-            # machine does slows all alike; in another order each time, for a run depends on what
-            # the last one has left.
+            # Tutorial: times ten new models of one kind, then ten of the next. Here the kinds take
+            # turns, so that a slow moment of the machine slows all of them. The order changes,
+            # because a run depends on the state in which the previous run left the machine.
             turns = list(zip(rows, candidates, strict=True))
             random.Random(args.seed + repeat).shuffle(turns)
             for row, (_, model, split_size) in turns:
                 pipeline.split_size = split_size
                 seconds, losses = time_training(model, inputs, labels, args)
-                if repeat > 0:  # Tutorial: from the first on, which allocates and chooses kernels.
+                # Tutorial: times the first run, too, which allocates and chooses kernels.
+                if repeat > 0:
                     row["times_s"].append(seconds)
                 row["losses"] += losses
                 bar.update()
@@ -231,7 +246,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
 
 def device(text: str) -> torch.device:
-    """Convert one of the texts of `--devices`; for argparse."""
+    """Convert a value of `--devices`, for argparse."""
     if not re.fullmatch("cpu|cuda:(0|[1-9][0-9]?)", text):
         raise argparse.ArgumentTypeError(
             f"{shortened(text)!r} is not accepted; give cpu or cuda:N")
@@ -239,10 +254,11 @@ def device(text: str) -> torch.device:
 
 
 def choose_devices(args: argparse.Namespace) -> list[torch.device]:
-    """Choose the devices of both halves.
+    """Return the devices of both halves.
 
     Raises:
-        SystemExit: 2 after one line, if they are not here, or cannot be compared with a single one.
+        SystemExit: 2 after one line, if a device does not exist, or the two cannot be compared with
+            a single one.
     """
     gpus = torch.cuda.device_count()
     if args.devices is None:
@@ -251,7 +267,8 @@ def choose_devices(args: argparse.Namespace) -> list[torch.device]:
         return [torch.device(name) for name in names]
     given = " ".join(map(str, args.devices))
     if args.device != "auto":
-        refuse(f"--device {args.device} cannot be given with --devices {given}: one is enough")
+        refuse(f"--device {args.device} cannot be given with --devices {given}: the devices are "
+               "already chosen")
     if any(of_half.type == "cuda" and of_half.index >= gpus for of_half in args.devices):
         refuse(f"--devices {given} must be " + (
             f"of cuda:0 to cuda:{gpus - 1}, or cpu" if gpus else "cpu cpu: torch sees no GPU here"))
@@ -266,24 +283,34 @@ def build_parser() -> Parser:
     add, count = parser.add_argument, bounded(int, at_least=1)
     add("--devices", type=device, nargs=2, metavar="D",
         help="two GPUs, or one device twice (default: the first two GPUs, or one device twice)")
-    add("--batch_size", type=count, default=12, metavar="N", help="samples; the tutorial's: 120")
-    # Of 32 pixels one is left in the end: for a single image, BatchNorm cannot average over it.
+    add("--batch_size", type=count, default=12, metavar="N",
+        help="images per batch (tutorial: 120)")
+    # 32 pixels leave a single one in the last layers. BatchNorm cannot average one pixel of one
+    # image.
     add("--image_size", type=bounded(int, at_least=33), default=64, metavar="N",
-        help="pixels; the tutorial's: 128")
+        help="height and width of an image in pixels (tutorial: 128)")
     add("--num_batches", type=count, default=1, metavar="N",
-        help="steps that are timed together; the tutorial's: 3")
+        help="training steps that are timed together (tutorial: 3)")
     add("--num_repeat", type=count, default=3, metavar="N",
-        help="times to measure each; the tutorial's: 10")
-    add("--split_size", type=count, metavar="N", help="samples in a micro-batch, for the bar in "
-        "mp_vs_rn_vs_pp.png (default: half of the batch, at most 20)")
-    add("--split_sizes", type=count, nargs="+", metavar="N", help="for split_size_tradeoff.png "
+        help="measurements of each model (tutorial: 10)")
+    add("--split_size", type=count, metavar="N", help="images in a micro-batch of the pipeline in "
+        "the summary line (default: half of the batch, at most 20)")
+    add("--split_sizes", type=count, nargs="+", metavar="N", help="all split sizes to measure "
         f"(default: those of {' '.join(map(str, SPLIT_SIZES))} that fit the batch)")
-    add("--lr", type=bounded(float, above=0), default=0.1, help="of SGD; the tutorial's: 0.001")
+    add("--lr", type=bounded(float, above=0), default=0.1,
+        help="learning rate of SGD (tutorial: 0.001)")
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """Measure and draw, or `--check`; return the metrics or the differences."""
+    """Measure and plot, or run `--check`; return the metrics or the differences.
+
+    Args:
+        argv: Command-line flags, `sys.argv` by default.
+
+    Raises:
+        SystemExit: 1 if training diverges or a comparison does not hold, 2 if a flag is refused.
+    """
     started = time.perf_counter()
     args = build_parser().parse_args(argv)
     reproducible(args)
@@ -293,8 +320,8 @@ def main(argv: list[str] | None = None) -> dict:
     if args.check:
         return program.check(program.program_of(measure), args)
     if left_out:
-        report.log(ROLE, f"left out: split sizes {left_out}, for the batch has only "
-                         f"{args.batch_size} samples")
+        report.log(ROLE, f"left out: split sizes {left_out}, because the batch has only "
+                         f"{args.batch_size} images")
     try:
         toy_losses = train_toy(args)
         rows = measure(args)

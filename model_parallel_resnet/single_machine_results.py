@@ -1,4 +1,4 @@
-"""What a run of single_machine.py leaves: the tutorial's numbers, table, pictures, metrics.json."""
+"""Results of single_machine.py: table, the tutorial's numbers, metrics.json, a picture."""
 
 import argparse
 import statistics
@@ -9,31 +9,22 @@ import torch
 
 ROLE = "main"
 WORDS = {
-    "en": {"mp_vs_rn": "Model parallel", "mp_vs_rn_vs_pp": "Pipeline",
-           "split_size_tradeoff": "Split size",
+    "en": {"title": "Split size{devices}\nResNet50, {batch_size} images of {pixels}x{pixels}",
            "overlap": " on two devices: the halves can overlap",
            "costs": " on one device: nothing can overlap, only costs show",
-           "batch": "ResNet50, {batch_size} images of {pixels}x{pixels}",
-           "x": "split size (samples in a micro-batch)", "y": "seconds (training steps: {steps})",
-           "single": "single device", "split": "model parallel\n{slower:+.0%} time (tutorial: +7%)",
-           "pipeline": "pipelined, split size {size}\n{faster:+.0%} speed (tutorial: +49%)",
-           "curve": "pipeline", "line": "single device",
-           "one": "Median of {repeats} repeats with their range",
-           "several": "Median of {repeats} repeats in {{n}} runs, with their range"},
-    "ja": {"mp_vs_rn": "モデル並列", "mp_vs_rn_vs_pp": "パイプライン",
-           "split_size_tradeoff": "分割サイズ",
+           "x": "split size (images in a micro-batch)", "y": "seconds (training steps: {steps})",
+           "pipeline": "pipeline", "single device": "single device",
+           "model parallel": "model parallel: {slower:+.0%} time (tutorial: +7%)",
+           "one": "Median of {repeats} repeats with their range"},
+    "ja": {"title": "分割サイズ{devices}\nResNet50、{pixels}×{pixels}の画像{batch_size}枚",
            "overlap": "（デバイス2個：前半と後半が重なりうる）",
            "costs": "（デバイス1個：処理は重ならず、分割のコストだけが見える）",
-           "batch": "ResNet50、{pixels}×{pixels}の画像{batch_size}枚",
-           "x": "分割サイズ（マイクロバッチのサンプル数）", "y": "訓練{steps}ステップの秒数",
-           "single": "単一デバイス",
-           "split": "モデル並列\n時間{slower:+.0%}（チュートリアル：+7%）",
-           "pipeline": "パイプライン、分割サイズ{size}\n速度{faster:+.0%}（チュートリアル：+49%）",
-           "curve": "パイプライン", "line": "単一デバイス",
-           "one": "{repeats}回の測定の中央値と範囲",
-           "several": "{{n}}回の実行での{repeats}回の測定の中央値と範囲"},
+           "x": "分割サイズ（マイクロバッチの画像の枚数）", "y": "訓練{steps}ステップの秒数",
+           "pipeline": "パイプライン", "single device": "単一デバイス",
+           "model parallel": "モデル並列：時間{slower:+.0%}（チュートリアル：+7%）",
+           "one": "{repeats}回の測定の中央値と範囲"},
 }
-# What the tutorial measured on two GPUs: seconds, and the shares that it works out from them.
+# The tutorial's measurements on two GPUs: seconds, and the ratios that it computes from them.
 TUTORIAL = {"single_s": 3.75, "model_parallel_s": 4.02, "split_size_20_s": 2.51,
             "split_size_12_s": 2.43, "model_parallel_slower": 0.07, "pipeline_faster": 0.49,
             "best_split_size": 12, "best_split_faster": 0.54}
@@ -41,14 +32,14 @@ TUTORIAL = {"single_s": 3.75, "model_parallel_s": 4.02, "split_size_20_s": 2.51,
 
 def finish(rows: list[dict], toy_losses: tuple[float, float], left_out: list[int], wall_s: float,
            args: argparse.Namespace) -> dict:
-    """Print, draw and write what was measured; return the metrics.
+    """Print, plot and write what was measured; return the metrics.
 
     Args:
-        rows: of `measure`.
-        toy_losses: of `train_toy`, before and after its step.
-        left_out: split sizes that are larger than the batch.
-        wall_s: seconds of all of it.
-        args: the parsed flags.
+        rows: Rows that `measure` returned.
+        toy_losses: Losses of `train_toy` before and after its step.
+        left_out: Split sizes that are larger than the batch.
+        wall_s: Duration of the whole run in seconds.
+        args: Parsed flags.
     """
     report.log(ROLE, "ToyModel: loss {:.3f} -> {:.3f} in one step".format(*toy_losses))
     add_averages(rows)
@@ -67,7 +58,7 @@ def finish(rows: list[dict], toy_losses: tuple[float, float], left_out: list[int
                "toy_loss_after": toy_losses[1], "loss_before": losses[0], "loss_after": losses[-1],
                "wall_s": wall_s}
     metrics = report.save_metrics(args, metrics, backend=None)  # no process group
-    plot([metrics], args)
+    plot(metrics, args)
     print(last_line(numbers, losses, args.devices))
     return metrics
 
@@ -81,10 +72,9 @@ def add_averages(rows: list[dict]) -> None:
 
 
 def compare_times(rows: list[dict], split_size: int) -> dict[str, float]:
-    """Compute the tutorial's four numbers from our times: shares, 0.07 is 7%.
+    """Compute the tutorial's four numbers from our times; 0.07 means 7%.
 
-    From medians, not from the tutorial's means: one repeat that something else has slowed down
-    would decide a mean.
+    Tutorial: uses means, which a single slow repeat changes. Here they are medians.
     """
     single, model_parallel, *pipelines = rows
     pipeline = next(row for row in pipelines if row["split_size"] == split_size)
@@ -96,7 +86,7 @@ def compare_times(rows: list[dict], split_size: int) -> dict[str, float]:
 
 
 def table(rows: list[dict]) -> list[str]:
-    """Return lines: a head, and one for each row."""
+    """Return a heading, and one line for each row."""
     lines = ["model            split size   micro-batches    median      mean   deviation   "
              "median / single's"]
     for row in rows:
@@ -108,7 +98,7 @@ def table(rows: list[dict]) -> list[str]:
 
 
 def last_line(numbers: dict[str, float], losses: list[float], devices: list[torch.device]) -> str:
-    """Put the run into one sentence."""
+    """Return the summary line."""
     return (f"ResNet50 on {names_of(devices)}: model parallel takes "
             f"{numbers['model_parallel_slower']:+.0%} time (tutorial +7%), pipelined "
             f"{numbers['pipeline_faster']:+.0%} speed (+49%), best split size "
@@ -117,71 +107,45 @@ def last_line(numbers: dict[str, float], losses: list[float], devices: list[torc
 
 
 def can_overlap(devices: list) -> bool:
-    """Return whether the two halves can compute at the same time; devices, or their names."""
+    """Return whether the two halves, given by devices or names, can compute at the same time."""
     return devices[0] != devices[1]
 
 
 def names_of(devices: list[torch.device]) -> str:
-    """Name both devices: `cuda:0 and cuda:1`, or `one device (cpu)`."""
+    """Return a name for both devices: `cuda:0 and cuda:1`, or `one device (cpu)`."""
     if can_overlap(devices):
         return f"{devices[0]} and {devices[1]}"
     return f"one device ({devices[0]})"
 
 
 def what_it_shows(devices: list[torch.device]) -> str:
-    """Describe what a run on these devices can show, and what it cannot."""
+    """Return a sentence on what a run on these devices can show."""
     if can_overlap(devices):
         return (f"{names_of(devices)}: the halves can compute at the same time; this shows what a "
-                "pipeline wins")
+                "pipeline gains")
     return (f"{names_of(devices)}: nothing can overlap; this shows what splitting costs, but not "
-            "what a pipeline wins on two GPUs")
+            "what a pipeline gains on two GPUs")
 
 
-def plot(runs: list[dict], args: argparse.Namespace) -> None:
-    """Draw the tutorial's three pictures: medians and ranges of all repeats of one or several runs.
+def plot(metrics: dict, args: argparse.Namespace) -> None:
+    """Plot split_size_tradeoff.png: medians and ranges of all repeats, for each split size.
 
-    Tutorial: means and standard deviations, which a single slow repeat decides.
+    Tutorial: draws means and standard deviations, which a single slow repeat changes.
     """
-    ran = runs[0]
-    rows = [{**row, "times_s": sum((run["rows"][number]["times_s"] for run in runs), [])}
-            for number, row in enumerate(ran["rows"])]
-    add_averages(rows)
-    single, model_parallel, *pipelines = rows
-    pipeline = next(row for row in pipelines if row["split_size"] == ran["split_size"])
-    numbers = compare_times(rows, ran["split_size"])
-    values = {"batch_size": ran["batch_size"], "pixels": ran["image_size"],
-              "steps": ran["num_batches"], "size": ran["split_size"],
-              "repeats": len(single["times_s"]), "slower": numbers["model_parallel_slower"],
-              "faster": numbers["pipeline_faster"]}
-    for name, drawn in (("mp_vs_rn", [single, model_parallel]),
-                        ("mp_vs_rn_vs_pp", [single, model_parallel, pipeline])):
-        path = args.output_dir / f"{name}.png"
-        for axes, words in picture.in_each_language(path, words_of(name, ran), runs, **values):
-            labels = [words[label] for label in ("single", "split", "pipeline")][: len(drawn)]
-            medians, errors = picture.median_and_errors(of_repeats(drawn))
-            axes.bar(labels, medians, yerr=errors, width=0.6, capsize=8, ecolor="0.2",
-                     color=[picture.GREY, "C0", "C2"][: len(drawn)])
-            axes.set_ylim(bottom=0)
-            axes.grid(visible=False, axis="x")
-    path = args.output_dir / "split_size_tradeoff.png"
-    for axes, words in picture.in_each_language(path, words_of("split_size_tradeoff", ran), runs,
-                                                **values):
-        sizes = [row["split_size"] for row in pipelines]
-        picture.line(axes, sizes, of_repeats(pipelines), color="C2", label=words["curve"])
-        axes.axhline(single["median_s"], color="0.4", linestyle="--", label=words["line"])
+    single, model_parallel, *pipelines = metrics["rows"]
+    sizes = [row["split_size"] for row in pipelines]
+    of_repeats = list(zip(*(row["times_s"] for row in pipelines), strict=True))
+    overlap = "overlap" if can_overlap(metrics["devices"]) else "costs"
+    words = {language: {**texts, "title": texts["title"].replace("{devices}", texts[overlap])}
+             for language, texts in WORDS.items()}
+    for axes, texts in picture.in_each_language(
+            args.output_dir / "split_size_tradeoff.png", words, [metrics],
+            batch_size=metrics["batch_size"], pixels=metrics["image_size"],
+            steps=metrics["num_batches"], repeats=len(of_repeats),
+            slower=metrics["model_parallel_slower"]):
+        picture.line(axes, sizes, of_repeats, color="C2", label=texts["pipeline"])
+        for row, style in ((single, "--"), (model_parallel, ":")):
+            axes.axhline(row["median_s"], color="0.4", linestyle=style, label=texts[row["model"]])
         axes.set_xticks(sizes)
-        # One slow measurement would press the curve flat.
-        axes.set_ylim(0, 1.5 * max(row["median_s"] for row in pipelines))
-
-
-def of_repeats(rows: list[dict]) -> list[tuple[float, ...]]:
-    """Return, for each repeat, the seconds of each row."""
-    return list(zip(*(row["times_s"] for row in rows), strict=True))
-
-
-def words_of(name: str, ran: dict) -> dict[str, dict[str, str]]:
-    """Make the texts of a picture, from the metrics of its run."""
-    overlap = "overlap" if can_overlap(ran["devices"]) else "costs"
-    return {language: {**texts, "title": f"{texts[name]}{texts[overlap]}\n{texts['batch']}",
-                       "x": texts["x"] if name == "split_size_tradeoff" else ""}
-            for language, texts in WORDS.items()}
+        # A single slow measurement must not flatten the curve.
+        axes.set_ylim(0, 1.5 * max(row["median_s"] for row in metrics["rows"]))

@@ -1,8 +1,7 @@
-"""The oracle of `main.py`: what every rank holds before and after each operation.
+"""The check of `main.py`: what every rank holds before and after each operation.
 
-A single process (`expected.py`) has the tensors of all ranks as lists of numbers and moves them
-itself. In the run, messages leave late, by more on higher ranks: who reads one without having
-waited, reads the old value.
+The single process (`expected.py`) moves lists of numbers itself. In the run, every message leaves
+late, and later on higher ranks: a rank that does not wait for a message reads the old value.
 """
 
 from argparse import Namespace
@@ -14,49 +13,51 @@ from common.recorder import Recorder
 
 from p2p_collectives import main as lesson
 from p2p_collectives.expected import single_process
-from p2p_collectives.messages import record_messages
+from p2p_collectives.messages import Messages
 
-DELAY_S = 0.1  # of messages, for each rank
+DELAY_S = 0.1  # delay of each message, times the number of ranks up to its sender
+
+
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Print the findings; return `{name: difference}` on the reporting process, None elsewhere."""
+    return verdict(launch(record, args, program.role_name))
 
 
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     """Run the program, recorded; return the findings on rank 0."""
     with Recorder() as recorder:
-        messages = record_messages(recorder, delay=DELAY_S * (rank + 1))
+        messages = Messages(recorder, delay_s=DELAY_S * (rank + 1))
         not_waited_for = recorder.gather_at_end(messages.not_waited_for)
         metrics = lesson.run_worker(rank, world_size, args)
     return compare(metrics, not_waited_for, args) if rank == 0 else None
 
 
-def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
-    """Print what was compared; return `{what: difference}` where it is reported, else None."""
-    return verdict(launch(record, args, program.role_name))
-
-
 def compare(metrics: dict, not_waited_for: list[int], args: Namespace) -> dict:
-    """Hold the metrics of a run, and its requests by rank, against one process."""
+    """Compare the metrics of a run, and the requests of each rank, with the single process."""
     findings = Comparison(f"{args.world_size} processes")
-    oracle = {name: rows for demo, of_demo in single_process(args.world_size).items()
-              for name, rows in of_demo.items() if args.demo in ("all", demo)}
-    ran = {operation["operation"]: operation for operation in metrics["operations"]}
-    missing = [name for name in oracle if name not in ran]
-    findings.holds("operations", not missing, f"{len(oracle)} were expected; not there: "
-                   f"{', '.join(missing) or 'none'}")
-    for name in [name for name in oracle if name in ran]:
-        rows, theirs = ran[name]["rows"], oracle[name]
-        if name == "barrier":  # how many were there before it is up to the machine
-            if rows[0][1] is None:
-                continue  # several machines
+    chosen = lesson.RIGHT if args.demo == "all" else [args.demo]
+    oracle = {name: rows for demo in chosen
+              for name, rows in single_process(args.world_size)[demo].items()}
+    ran = {operation["operation"]: operation["rows"] for operation in metrics["operations"]}
+    findings.holds("operations", ran.keys() == oracle.keys(),
+                   f"{len(oracle)} were expected; missing: {[*oracle.keys() - ran.keys()]}")
+    for name, theirs in oracle.items():
+        rows = ran.get(name, [])
+        if name == "barrier":  # how many ranks arrived first is up to the machine
             rows = [[None, after] for _, after in rows]
-        findings.equal(name, [side_by_side(row) for row in rows],
-                       [side_by_side(row) for row in theirs], "small whole numbers are exact",
-                       "rank")
+        if name == "all_reduce of a column":  # gloo's mistake; a later torch may have fixed it
+            gloos = [[before, [*after[:2], before[2]]] for before, after in theirs]
+            findings.holds(name, rows in (theirs, gloos),
+                           f"the ranks hold {[after for _, after in rows]}")
+        elif rows != [[None, None]] * args.world_size:  # a barrier of several machines
+            findings.equal(name, [defined(row) for row in rows], [defined(row) for row in theirs],
+                           "small whole numbers are exact", "rank")
     findings.holds("requests", not any(not_waited_for),
-                   f"of isend and irecv, the ranks did not wait for {not_waited_for} requests")
+                   f"requests of isend and irecv without a wait, by rank: {not_waited_for}")
     return findings.as_dict()
 
 
-def side_by_side(row: list) -> dict[str, list[float]]:
-    """Name the cells of a row, `before` and `after`, without what is undefined."""
+def defined(row: list) -> dict[str, list[float]]:
+    """Name the two cells of a row, without undefined ones."""
     cells = zip(("before", "after"), row, strict=True)
     return {name: cell for name, cell in cells if cell is not None}

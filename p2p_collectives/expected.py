@@ -1,14 +1,13 @@
-"""What every rank holds before and after each operation of `main.py`, computed by one process."""
+"""The tensors of every rank before and after each operation of `main.py`, by one process."""
 
 from math import prod
 
 
 def single_process(size: int) -> dict[str, dict[str, list[list]]]:
-    """Compute what `size` ranks should hold.
+    """Compute the tensors of `size` ranks as lists of numbers.
 
     Returns:
-        `{demo: {operation: [[before, after] of each rank]}}`, lists of numbers; None where it is
-        undefined.
+        `{demo: {operation: [[before, after] of each rank]}}`; None for undefined numbers.
     """
     ranks = range(size)
     counts = [[rank + 1] for rank in ranks]  # 1, 2, 3, ...
@@ -18,6 +17,8 @@ def single_process(size: int) -> dict[str, dict[str, list[list]]]:
     everything = [10 * rank for rank in ranks]
     lists = [[10 * column + row for column in ranks] for row in ranks]
     matrix = [[10 * row + column for column in ranks] for row in ranks]
+    columns = [[count, 2 * count, 3 * count] for [count] in counts]
+    sum_of_columns = [[sum(numbers) for numbers in zip(*columns, strict=True)]] * size
     own_kind = [[other for other in ranks if other % 2 == rank % 2] for rank in ranks]
 
     def pairs(before, after):
@@ -27,7 +28,7 @@ def single_process(size: int) -> dict[str, dict[str, list[list]]]:
         return pairs(start, [[operator([number for [number] in start])]] * size)
 
     return {
-        "blocking": {"send, recv": pairs(zeros, counts)},  # each adds one to what it has received
+        "blocking": {"send, recv": pairs(zeros, counts)},  # each rank adds one
         "nonblocking": {
             "isend, irecv": pairs(zeros, [[1], [1], *zeros[2:]]),
             "batch_isend_irecv": pairs(zeros, [[size - 1], *([rank - 1] for rank in ranks[1:])])},
@@ -52,4 +53,7 @@ def single_process(size: int) -> dict[str, dict[str, list[list]]]:
             "all_reduce in evens, odds": pairs([[rank] for rank in ranks],
                                                [[sum(kind)] for kind in own_kind]),
             "broadcast in evens, odds": pairs(tens, [[10 * kind[0]] for kind in own_kind])},
+        "noncontiguous": {
+            "all_reduce of a column": pairs(columns, sum_of_columns),
+            "all_reduce of its copy": pairs(columns, sum_of_columns)},
     }

@@ -1,4 +1,4 @@
-"""`ring_chunked` of ring_allreduce.py, made so fast that it keeps up with the library's."""
+"""`ring_chunked` of ring_allreduce.py, fast enough to keep up with `dist.all_reduce`."""
 
 import itertools
 import os
@@ -13,45 +13,62 @@ import torch.distributed as dist
 SOCKET_BUFFER_BYTES = 256 * 2**10
 
 
-class RingAllReduce:
-    """Sums contiguous float32 in place when called: `ring_chunked`, as fast as Python allows.
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view (n,) of a contiguous tensor.
 
-    - Receives are posted before the data come. A message that nobody waits for must first ask where
-      to go.
-    - In the reduce-scatter a chunk travels in segments: while one is added the next one travels,
-      and it is passed on at once. Their buffers are made once, here, and used again in every call.
-    - In the all-gather there is nothing to add: chunks travel whole, straight to their place in the
+    Raises:
+        ValueError: if it is not contiguous. gloo's `all_reduce` would sum other numbers.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError("the tensor must be contiguous, but other numbers lie between its own in "
+                         "memory. Pass tensor.contiguous(), and copy the result back")
+    return tensor.view(-1)
+
+
+class RingAllReduce:
+    """Sum of contiguous float32 tensors, in place: `ring_chunked`, as fast as Python allows.
+
+    - Receives are posted before the data arrives. Without a posted receive, a message must first
+      ask where to go.
+    - In the reduce-scatter, a chunk travels in segments. While one segment is added, the next one
+      travels, and each sum is passed on at once. All calls share the two buffers of this object.
+    - In the all-gather there is nothing to add: whole chunks travel straight to their place in the
       tensor.
     - `group` may have connections of its own: see `group_with_small_buffers`.
 
     Args:
-        group: of all ranks; None for the default one.
-        segment_size: numbers in a segment, by default 8 MiB. Smaller ones overlap sooner, but each
-            message costs a core about 0.1 ms in Python and gloo.
-        ranks: in the ring, in their order; None for all.
+        group: Group of all ranks; None for the default group.
+        segment_size: Numbers in a segment, by default 8 MiB of them. Smaller segments overlap
+            sooner, but each message costs a core about 0.1 ms in Python and gloo.
+        ranks: Ranks of the ring, in their order; None for all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, segment_size: int = 2 * 2**20,
                  ranks: Sequence[int] | None = None) -> None:
         self.group, self.segment_size = group, segment_size
         self.ranks = range(dist.get_world_size()) if ranks is None else ranks
-        # Two: so many receives are posted at a time, each into a buffer of its own.
+        # Two receives are posted at a time, each into a buffer of its own.
         self.buffers = [torch.empty(segment_size, dtype=torch.float32) for _ in range(2)]
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        """Sum `tensor` over all ranks: bitwise identical on all, as each chunk is added up once."""
+        """Sum `tensor` over the ring, bitwise identically on all ranks: each chunk is summed once.
+
+        Raises:
+            ValueError: if `tensor` is not contiguous.
+        """
+        flat = flattened(tensor)
         rank, size = self.ranks.index(dist.get_rank()), len(self.ranks)
         if size == 1:
             return
         left, right = self.ranks[rank - 1], self.ranks[(rank + 1) % size]
-        chunks = tensor.view(-1).tensor_split(size)
-        # The chunk of each step, in segments: from the second step on, what comes is added to it
-        # before it is sent.
+        chunks = flat.tensor_split(size)
+        # The chunk of each step, in segments. From the second step on, an arriving segment is added
+        # before the sum is sent.
         steps = [chunks[rank - step].split(self.segment_size) for step in range(size)]
 
-        # Where messages land, in the order in which they come: segments in the buffers, in turns,
-        # complete chunks in place. They may land on what we have sent without waiting for that
-        # send: a sum contains what we sent.
+        # Where messages land, in the order of their arrival: segments alternately in the buffers,
+        # complete chunks in place. A chunk may overwrite numbers that we have sent, before we have
+        # waited for that send: its sum contains them, so they have arrived.
         to_add = itertools.chain.from_iterable(steps[1:])
         landings = deque(buffer[: len(segment)]
                          for buffer, segment in zip(itertools.cycle(self.buffers), to_add))
@@ -90,12 +107,12 @@ class RingAllReduce:
 
 
 def group_with_small_buffers() -> dist.ProcessGroup:
-    """Make a group of all ranks, whose connections on one machine hold little data at a time.
+    """Create a group of all ranks whose connections on one machine hold little data at a time.
 
-    By default several megabytes are on their way from rank to rank inside the kernel, more than a
-    core's cache holds. With 256 KiB the rings were measurably faster, presumably since the receiver
-    finds the data in a cache. Across a network a fast connection needs the large buffers: there,
-    and where there is no /proc, this changes nothing.
+    By default, several megabytes are on their way from rank to rank inside the kernel, more than a
+    core's cache holds. With 256 KiB the rings were measurably faster, presumably because the
+    receiver finds the data in a cache. A fast connection across a network needs the large buffers.
+    On several machines, and on systems without /proc, this function changes nothing.
 
     Raises:
         RuntimeError: if not all ranks call it, after the timeout of the default group.
@@ -112,5 +129,5 @@ def group_with_small_buffers() -> dist.ProcessGroup:
 
 
 def _sockets() -> set[int]:
-    """Return the descriptors of this process's sockets; which are gloo's, nobody can see."""
+    """Return the descriptors of this process's sockets; they do not show which are gloo's."""
     return {int(path.name) for path in Path("/proc/self/fd").glob("*") if path.is_socket()}

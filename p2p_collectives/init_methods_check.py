@@ -1,8 +1,4 @@
-"""The oracle of `init_methods.py`: how each process asks for its group, what it gets, what it adds.
-
-Recorded on every rank, at each meeting: the arguments of `init_process_group` and the environment,
-the group that came of it, what the rank brought to the sum and what it took away.
-"""
+"""The check of `init_methods.py`: the group of every process, its place to meet, and the sum."""
 
 import os
 from argparse import Namespace
@@ -24,18 +20,22 @@ def single_process(args: Namespace) -> list[dict[str, list]]:
              "took": [sum(numbers)]} for rank, number in enumerate(numbers)]
 
 
+def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
+    """Print the findings; return `{name: difference}` on the reporting process, None elsewhere."""
+    return verdict(launch(record, args, program.role_name))
+
+
 def record(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Run the lesson, recorded; return the findings on rank 0."""
-    everyone, meetings = [], []
+    """Run the program, recorded; return the findings on rank 0."""
+    meetings, of_all_ranks = [], []  # what this rank has recorded of each meeting; and all ranks
     with Recorder() as recorder:
         @recorder.around(dist, "init_process_group")
         def meet(original, backend=None, init_method=None, timeout=None, **options):
             original(backend, init_method=init_method, timeout=timeout, **options)
-            known = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
-            group = [dist.get_rank(), dist.get_world_size(), timeout.total_seconds()]
-            meetings.append({"method": (init_method or "env://").partition("://")[0],
-                             "place": init_method, "environment": known, "group": group,
-                             "backend": dist.get_backend()})
+            address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+            where = address if init_method == "env://" else init_method
+            meetings.append({"method": init_method.partition("://")[0], "where": where, "group": [
+                dist.get_rank(), dist.get_world_size(), timeout.total_seconds()]})
 
         @recorder.around(dist, "all_reduce")
         def add_up(original, tensor, *place, **options):
@@ -45,56 +45,30 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
 
         @recorder.around(dist, "destroy_process_group")
         def gather_and_leave(leave):
-            everyone.append(gathered(meetings[-1]))
+            of_all_ranks.append(gathered(meetings[-1]))
             leave()
 
         metrics = lesson.run_worker(rank, world_size, args)
-    return compare(metrics, everyone, args) if rank == 0 else None
+    return compare(metrics["meetings"], of_all_ranks, args) if rank == 0 else None
 
 
-def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
-    """Print what was compared; return `{what: difference}` where it is reported, else None."""
-    return verdict(launch(record, args, program.role_name))
-
-
-def compare(metrics: dict, everyone: list[list[dict]], args: Namespace) -> dict:
-    """Hold a run, of which `everyone` has each meeting of each rank, against one process."""
-    findings = Comparison(f"{args.world_size} processes")
+def compare(reported: list[dict], meetings: list[list[dict]], args: Namespace) -> dict:
+    """Compare what was reported, and what all ranks have recorded, with a single process."""
+    findings, oracle = Comparison(f"{args.world_size} processes"), single_process(args)
     methods = ["env", "tcp", "file"] if args.method == "all" else [args.method]
-    met = [[of_rank["method"] for of_rank in meeting] for meeting in everyone]
+    met = [[of_rank["method"] for of_rank in meeting] for meeting in meetings]
     findings.holds("methods", met == [[method] * args.world_size for method in methods],
                    f"the ranks met by {met}")
-    oracle = single_process(args)
-    for method, meeting, reported in zip(methods, everyone, metrics["meetings"], strict=False):
+    for method, meeting, row in zip(methods, meetings, reported, strict=False):
+        places = {of_rank["where"] for of_rank in meeting}
+        given = {f"file://{args.file.absolute()}"} if args.file and method == "file" else places
+        findings.holds(f"{method}, place", len(places) == 1 and places == given,
+                       f"the ranks met at {', '.join(places)}")
         findings.equal(f"{method}, group and sum",
                        [{name: of_rank.get(name, []) for name in oracle[0]} for of_rank in meeting],
                        oracle, "rank, world size and timeout, its number, the sum", unit="rank")
-        findings.equal(f"{method}, reported sums", [row["sum"] for row in reported["ranks"]],
-                       [of_rank["took"][0] for of_rank in oracle], "the same sum", unit="rank")
-        findings.equal(f"{method}, reported ranks", [row["rank"] for row in reported["ranks"]],
-                       list(range(args.world_size)), "in their order", unit="rank")
-        compare_words(findings, method, meeting, reported, args)
+        findings.equal(f"{method}, reported sums",
+                       [[rank["rank"], rank["sum"]] for rank in row["ranks"]],
+                       [[of_rank["group"][0], *of_rank["took"]] for of_rank in oracle],
+                       "rank and sum", unit="rank")
     return findings.as_dict()
-
-
-def compare_words(findings: Comparison, method: str, meeting: list[dict], reported: dict,
-                  args: Namespace) -> None:
-    """Hold what each process knew, as it was reported, against what `init_process_group` got."""
-    environments = [of_rank["environment"].values() for of_rank in meeting]
-    places = ([":".join(map(str, environment)) for environment in environments] if method == "env"
-              else [of_rank["place"] for of_rank in meeting])
-    agreed = f"{args.master_addr}:{args.master_ports[method]}"
-    if dist.is_torchelastic_launched() or (method == "file" and args.file is None):
-        agreed = places[0]  # nobody has said where
-    elif method != "env":
-        agreed = f"tcp://{agreed}" if method == "tcp" else f"file://{args.file.absolute()}"
-    expected = [f"init_method={agreed!r}, rank={rank}, world_size={args.world_size}"
-                for rank in range(args.world_size)]
-    if method == "env":
-        expected = ["MASTER_ADDR={} MASTER_PORT={} RANK={} WORLD_SIZE={}".format(
-            *environment, rank, args.world_size) for rank, environment in enumerate(environments)]
-    alike = ({*places} == {agreed} and reported["method"] == method
-             and all(of_rank["backend"] == "gloo" for of_rank in meeting))
-    knew = [row["knew"] for row in reported["ranks"]]
-    findings.holds(f"{method}, place", alike and knew == expected,
-                   f"all ranks meet at one place, over gloo, and know of it {knew}")

@@ -1,4 +1,4 @@
-"""What the oracles of this folder record of each message: its size, its receiver, who waited."""
+"""A record of the messages of one rank: their bytes, their receivers, and who waited for them."""
 
 import time
 from datetime import timedelta
@@ -11,13 +11,13 @@ from torch.distributed import distributed_c10d
 
 
 class Request:
-    """Stands for the request that it holds, and remembers whether somebody has waited for it."""
+    """A request of torch that remembers whether the program has waited for it."""
 
     def __init__(self, work: dist.Work) -> None:
         self.work, self.waited = work, False
 
     def wait(self, *timeout: timedelta) -> bool:
-        """Return when the message has been sent, or is there."""
+        """Wait until the message has been sent or has arrived."""
         self.waited = True
         return self.work.wait(*timeout)
 
@@ -26,45 +26,36 @@ class Request:
 
 
 class Messages:
-    """Keeps what this rank has sent without waiting, in order, and all its requests."""
-
-    def __init__(self) -> None:
-        self.requests, self.sent = [], []  # [receiver, bytes]
-
-    def not_waited_for(self) -> int:
-        """Count the requests for which nobody has waited."""
-        return sum(not request.waited for request in self.requests)
-
-    def total(self, first: int) -> list:
-        """Return how many bytes were sent since message `first`, and the list of receivers."""
-        since = self.sent[first:]
-        return [sum(n_bytes for _, n_bytes in since), sorted({receiver for receiver, _ in since})]
-
-
-def record_messages(recorder: Recorder, delay: float = 0.0) -> Messages:
-    """Record `isend` and `irecv` of this process from now on.
+    """What this rank sends by `isend`, as [receiver, bytes] in order, and all its requests.
 
     Args:
-        recorder: takes the recording out again.
-        delay: seconds before each message is sent: who reads without waiting, reads the old value.
-
-    Returns:
-        The messages, to which each one is added.
+        recorder: Ends the recording.
+        delay_s: Seconds before each message leaves.
     """
-    messages = Messages()
 
-    @recorder.around(dist, "isend")
-    def isend(original, tensor, dst=None, *group, **options):
-        time.sleep(delay)
-        messages.sent.append([dst, tensor.numel() * tensor.element_size()])
-        messages.requests.append(Request(original(tensor, dst, *group, **options)))
-        return messages.requests[-1]
+    def __init__(self, recorder: Recorder, delay_s: float = 0.0) -> None:
+        self.requests, self.sent = [], []
 
-    @recorder.around(dist, "irecv")
-    def irecv(original, *place, **options):
-        messages.requests.append(Request(original(*place, **options)))
-        return messages.requests[-1]
+        @recorder.around(dist, "isend")
+        def isend(original, tensor, dst=None, *group, **options):
+            time.sleep(delay_s)
+            self.sent.append([dst, tensor.nbytes])
+            self.requests.append(Request(original(tensor, dst, *group, **options)))
+            return self.requests[-1]
 
-    for name in ("isend", "irecv"):
-        recorder.put(distributed_c10d, name, getattr(dist, name))  # P2POp looks there
-    return messages
+        @recorder.around(dist, "irecv")
+        def irecv(original, *place, **options):
+            self.requests.append(Request(original(*place, **options)))
+            return self.requests[-1]
+
+        for name in ("isend", "irecv"):
+            recorder.put(distributed_c10d, name, getattr(dist, name))  # P2POp looks there
+
+    def not_waited_for(self) -> int:
+        """Count the requests without a wait."""
+        return sum(not request.waited for request in self.requests)
+
+    def since(self, first: int) -> list:
+        """Return the bytes sent since message number `first`, and the list of their receivers."""
+        sent = self.sent[first:]
+        return [sum(n_bytes for _, n_bytes in sent), sorted({receiver for receiver, _ in sent})]

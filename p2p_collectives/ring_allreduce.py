@@ -1,12 +1,12 @@
-r"""The tutorial's ring all-reduce, and what it takes to be as fast as the library's (tutorial 6_4).
+r"""The tutorial's ring all-reduce, and how it becomes as fast as `dist.all_reduce` (tutorial 6_4).
 
-Every rank has a tensor, and all of them want the sum. In a ring each rank only sends to its right
-neighbour and only receives from its left one. From the tutorial's ring to one that keeps up with
-`dist.all_reduce`:
+Every rank has a tensor, and all ranks need the sum. In a ring, each rank only sends to its right
+neighbor and only receives from its left neighbor. Three rings, from the tutorial's to a fast one:
 
-    allreduce        "ring_naive" below: the whole tensor, S bytes, goes round: (N-1) S sent by each
-    ring_chunked     chunk by chunk, in two rounds: 2 (N-1)/N S by each, less than 2 S
-    RingAllReduce    the same bytes, faster: in place, receives posted before the data come, no
+    allreduce        "ring_naive" below: the whole tensor, S bytes, goes round the ring; each rank
+                     sends (N-1) S bytes
+    ring_chunked     chunk by chunk, in two rounds: each rank sends 2 (N-1)/N S, less than 2 S bytes
+    RingAllReduce    the same bytes, faster: in place, receives posted before the data arrives, no
                      allocations, one segment is added while the next one travels
 
     reduce-scatter, N-1 steps: add and pass on        all-gather, N-1 steps: keep and pass on
@@ -17,7 +17,7 @@ neighbour and only receives from its left one. From the tutorial's ring to one t
     rank 3 <--chunk 2--- rank 2                       rank 3 <--sum 3--- rank 2
 
     python p2p_collectives/ring_allreduce.py --world_size 4      all processes here
-    python p2p_collectives/ring_allreduce.py --check             the same sums as a single process?
+    python p2p_collectives/ring_allreduce.py --check             compare with a single process
     torchrun --nproc_per_node 4 p2p_collectives/ring_allreduce.py
 
 It ends with, about:
@@ -37,15 +37,15 @@ import torch
 import torch.distributed as dist
 
 from p2p_collectives import ring_allreduce_results as results
-from p2p_collectives.fast_ring import RingAllReduce, group_with_small_buffers
+from p2p_collectives.fast_ring import RingAllReduce, flattened, group_with_small_buffers
 
 
 def allreduce(send: torch.Tensor, recv: torch.Tensor) -> None:
-    """Send whole tensors round the ring, and add them up at every stop.
+    """Send whole tensors round the ring, and add them up at every rank.
 
     Args:
-        send: this rank's tensor, of any shape.
-        recv: receives the sum; may be the same tensor.
+        send: Tensor of this rank, contiguous, of any shape.
+        recv: Tensor for the sum, of the same shape; may be the same tensor.
     """
     rank = dist.get_rank()
     size = dist.get_world_size()
@@ -63,7 +63,7 @@ def allreduce(send: torch.Tensor, recv: torch.Tensor) -> None:
             dist.recv(recv_buff, left)
             accum[:] += recv_buff[:]
         else:
-            # What has come goes on: send recv_buff, receive into send_buff
+            # Pass on what has arrived: send recv_buff, receive into send_buff
             send_req = dist.isend(recv_buff, right)
             dist.recv(send_buff, left)
             accum[:] += send_buff[:]
@@ -74,12 +74,16 @@ def allreduce(send: torch.Tensor, recv: torch.Tensor) -> None:
 def ring_chunked(tensor: torch.Tensor) -> None:
     """Sum a contiguous tensor in place: the exercise that the tutorial leaves to its reader.
 
-    Tutorial: sends the whole tensor N-1 times, N/2 times the bytes.
+    Tutorial: its ring sends the whole tensor N-1 times, which is N/2 times the bytes.
+
+    Raises:
+        ValueError: if `tensor` is not contiguous.
     """
+    flat = flattened(tensor)
     rank, size = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % size, (rank + 1) % size
-    # tensor_split makes `size` chunks always; torch.chunk makes only 3 of 5 elements for 4 ranks.
-    chunks = tensor.view(-1).tensor_split(size)
+    # tensor_split always makes `size` chunks; torch.chunk splits 5 elements for 4 ranks into 3.
+    chunks = flat.tensor_split(size)
 
     # Reduce-scatter: after step s, this rank's chunk rank-s-1 holds the sum of s+2 ranks. A
     # negative index counts from the end, as a ring does.
@@ -90,7 +94,7 @@ def ring_chunked(tensor: torch.Tensor) -> None:
         chunks[rank - step - 1].add_(received)
         send_req.wait()
 
-    # All-gather: chunk rank+1 is complete now. Pass it on, then every complete chunk that comes.
+    # All-gather: chunk rank+1 is complete now. Pass it on, then every complete chunk that arrives.
     for step in range(size - 1):
         send_req = dist.isend(chunks[(rank - step + 1) % size], right)
         dist.recv(chunks[rank - step], left)
@@ -98,31 +102,31 @@ def ring_chunked(tensor: torch.Tensor) -> None:
 
 
 def algorithms() -> dict[str, Callable[[torch.Tensor], object]]:
-    """Make functions that sum in place, by name, the library's first. All ranks must call this."""
+    """Return functions that sum in place, by name; torch's own first. All ranks must call this."""
     return {"all_reduce": dist.all_reduce, "ring_naive": lambda tensor: allreduce(tensor, tensor),
             "ring_chunked": ring_chunked,
             "RingAllReduce": RingAllReduce(group_with_small_buffers())}
 
 
 def contribution(rank: int, n: int) -> torch.Tensor:
-    """Make the tensor of one rank (n,): whole numbers, whose sum is exact in any order."""
+    """Return the tensor (n,) of one rank: whole numbers, so their sum is exact in any order."""
     return (torch.arange(n) % 100 + rank).float()
 
 
 def measure(rank: int, world_size: int, args: Namespace) -> list[dict]:
-    """Time all algorithms in turns, A B C D A B C D, so that a noisy machine cannot favour one.
+    """Time all algorithms alternately, A B C D A B C D, so a noisy machine cannot favor one.
 
     Returns:
-        For each size and algorithm a row, of the median of its rounds in seconds: see `rows_of`.
+        One row for each size and algorithm, with the median of its rounds: see `rows_of`.
     """
-    rows, ways = [], algorithms()
-    bar = report.progress(len(args.sizes) * (args.repeats + 1) * len(ways), "sum",
+    rows, measured = [], algorithms()
+    bar = report.progress(len(args.sizes) * (args.repeats + 1) * len(measured), "sum",
                           show=rank == 0, role="rank0")
     for n_bytes in args.sizes:
         mine = contribution(rank, n_bytes // 4)
-        tensor, seconds = torch.empty_like(mine), {name: [] for name in ways}
+        tensor, seconds = torch.empty_like(mine), {name: [] for name in measured}
         for repeat in range(args.repeats + 1):
-            for name, all_reduce in ways.items():
+            for name, all_reduce in measured.items():
                 tensor.copy_(mine)
                 slowest = time_slowest(all_reduce, tensor)
                 results.require_sum(name, tensor, world_size)
@@ -131,14 +135,15 @@ def measure(rank: int, world_size: int, args: Namespace) -> list[dict]:
                 bar.update()
         rows += results.rows_of(seconds, world_size, n_bytes)
         if rank == 0:
-            report.log("rank0", f"{results.size_text(n_bytes)}: timed {args.repeats} rounds")
+            report.log("rank0", f"{results.size_text(n_bytes)}: timed {args.repeats} "
+                       f"round{'s' if args.repeats != 1 else ''}")
     bar.close()
     return rows
 
 
 def time_slowest(collective: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> float:
-    """Let all ranks begin together; return the seconds of the slowest."""
-    dist.barrier()  # or the first to come would count its wait for the last
+    """Call `collective` on all ranks together; return the seconds of the slowest rank."""
+    dist.barrier()  # otherwise the first rank would count its wait for the last one
     started = time.perf_counter()
     collective(tensor)
     slowest = torch.tensor(time.perf_counter() - started)
@@ -147,7 +152,7 @@ def time_slowest(collective: Callable[[torch.Tensor], object], tensor: torch.Ten
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Join, measure, leave; rank 0 returns the rows."""
+    """Join the group, measure, and leave; rank 0 returns the rows."""
     dist.init_process_group(**group_options(args), rank=rank, world_size=world_size)
     rows = measure(rank, world_size, args)
     dist.destroy_process_group()
@@ -159,22 +164,27 @@ def build_parser() -> Parser:
     parser = Parser("p2p_collectives/ring_allreduce", __doc__, world_size=4)
     add = parser.add_argument
     add("--sizes", type=bounded(int, at_least=1), nargs="+", default=[2**14, 2**20, 2**26],
-        metavar="BYTES", help="of the tensor on each rank")
+        metavar="BYTES", help="bytes of the tensor on each rank")
     add("--repeats", type=bounded(int, at_least=1), default=9, metavar="N",
-        help="rounds after the first; take medians")
+        help="timed rounds, after a first one; the results are medians")
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Measure, or `--check`; return metrics or differences where they are reported, else None."""
+    """Run the program, or with `--check` compare it with a single process.
+
+    Returns:
+        The metrics (with `--check`, the differences) on the reporting process, None elsewhere.
+    """
     args = build_parser().parse_args(argv)
     for n_bytes in args.sizes:
         if n_bytes % 4:
             refuse(f"--sizes {n_bytes} must be a multiple of 4, the bytes of a float32")
     if args.device == "cuda":
-        refuse("--device cuda must be cpu or auto: gloo sends and receives main memory only, and "
-               "on GPUs NCCL has rings of its own")
-    # Whole numbers of 8 bytes, three tensors, and the three copies of ring_naive.
+        refuse("--device cuda must be cpu or auto: gloo sends and receives main memory only. "
+               "On GPUs, NCCL has rings of its own")
+    # Two tensors of 8-byte numbers in `contribution`, and six of 4 bytes: three, and the three
+    # copies of ring_naive.
     results.require_room(args, tensors=2 + 6)
     return run_program(run_worker, args, role_name, results.finish)
 

@@ -1,4 +1,4 @@
-"""What `ring_allreduce.py` makes of its times: bandwidths, alpha-beta model, table, picture."""
+"""Bandwidths, alpha-beta model, table and picture of `ring_allreduce.py`, from its times."""
 
 import statistics
 from argparse import Namespace
@@ -24,22 +24,22 @@ WORDS = {
 
 
 def require_room(args: Namespace, tensors: int) -> None:
-    """Refuse `--sizes` of which a rank cannot hold so many `tensors`; a check has its own sizes."""
+    """Refuse `--sizes` if a rank cannot hold that many `tensors`; a check has sizes of its own."""
     if not args.check:
         n_bytes = len(ranks_here(args)) * tensors * max(args.sizes)
         require_memory(args, ["sizes"], n_bytes)
 
 
 def require_sum(name: str, tensor: torch.Tensor, world_size: int) -> None:
-    """Require a sum to be right: what is wrong is not timed.
+    """Require a sum to be right, because the time of a wrong sum says nothing.
 
     Args:
-        name: of the algorithm.
-        tensor: the sum of `contribution` over the ranks.
-        world_size: their number.
+        name: Name of the algorithm.
+        tensor: Sum of `contribution` over all ranks (n,).
+        world_size: Number of ranks.
 
     Raises:
-        ArithmeticError: if it is not.
+        ArithmeticError: if the sum is wrong.
     """
     numbers = torch.arange(tensor.numel()) % 100
     expected = (world_size * numbers + world_size * (world_size - 1) // 2).to(tensor.dtype)
@@ -48,7 +48,7 @@ def require_sum(name: str, tensor: torch.Tensor, world_size: int) -> None:
 
 
 def rows_of(seconds: dict[str, list[float]], world_size: int, n_bytes: int) -> list[dict]:
-    """Make a row for each algorithm, from the seconds of all its rounds."""
+    """Return one row for each algorithm, from the seconds of its rounds."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return [{"world_size": world_size, "bytes": n_bytes, "algorithm": name, "median_s": median,
              "bus_GBps": bus_bandwidth(world_size, n_bytes, median) / 1e9,
@@ -56,7 +56,7 @@ def rows_of(seconds: dict[str, list[float]], world_size: int, n_bytes: int) -> l
 
 
 def bus_bandwidth(world_size: int, n_bytes: float, seconds: float) -> float:
-    """Compute the bytes/s that every rank must at least send, by any algorithm."""
+    """Compute the bytes/s that every rank must send at least, whatever the algorithm."""
     return 2 * (world_size - 1) / world_size * n_bytes / seconds
 
 
@@ -69,18 +69,18 @@ def model_seconds(world_size: int, n_bytes: float, alpha: float, beta: float) ->
 
 
 def fit(points: list[tuple[float, float, float]]) -> tuple[float, float] | None:
-    """Fit alpha (s) and beta (bytes/s), with the smallest relative squared errors.
+    """Fit alpha (s) and beta (bytes/s) with the smallest relative squared errors.
 
     Args:
         points: (messages, bytes, seconds) of each size.
 
     Returns:
-        Both; or None if the points do not determine them: one size or none, or only sizes whose
-        bytes cost nothing yet.
+        Both, or None if the points do not determine them: fewer than two sizes, or only sizes so
+        small that more bytes do not take longer.
     """
     if len({n_bytes for _, n_bytes, _ in points}) < 2:
         return None
-    # T = messages * alpha + bytes * 1/beta, each equation divided by its T; no negative results.
+    # T = messages * alpha + bytes / beta, each equation divided by its T; no negative results.
     rows = np.array([(messages, n_bytes) for messages, n_bytes, _ in points])
     rows = rows / [[seconds] for *_, seconds in points]
     ones = np.ones(len(rows))
@@ -91,7 +91,7 @@ def fit(points: list[tuple[float, float, float]]) -> tuple[float, float] | None:
 
 
 def size_text(n_bytes: int) -> str:
-    """Write a number of bytes as "64 MiB", "16 KiB", "100 B"."""
+    """Format a number of bytes as "64 MiB", "16 KiB" or "100 B"."""
     for unit, bytes_of in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= bytes_of:
             return f"{n_bytes / bytes_of:.4g} {unit}"
@@ -99,10 +99,10 @@ def size_text(n_bytes: int) -> str:
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Fit the model, draw, write metrics.json, print the table and the line of numbers.
+    """Fit the model, write metrics.json, plot, and print the table and the summary line.
 
     Returns:
-        The whole metrics.
+        The complete metrics.
     """
     messages = 2 * (args.world_size - 1)
     if args.world_size > 1 and (model := fit([
@@ -111,7 +111,7 @@ def finish(metrics: dict, args: Namespace) -> dict:
         metrics |= {"alpha_s": model[0], "beta_GBps": model[1] / 1e9}
     metrics = report.save_metrics(args, metrics, backend="gloo", device="cpu")
     if args.world_size > 1:
-        plot([metrics], args)
+        plot(metrics, args)
     show(metrics)
     largest = {row["algorithm"]: row for row in metrics["rows"] if row["bytes"] == max(args.sizes)}
     ours, naive = largest["RingAllReduce"], largest["ring_naive"]
@@ -122,30 +122,26 @@ def finish(metrics: dict, args: Namespace) -> dict:
     return metrics
 
 
-def plot(runs: list[dict], args: Namespace) -> None:
-    """Draw what one or several runs have measured, and the model: `bandwidth.png`."""
-    path, rows = args.output_dir / "bandwidth.png", runs[0]["rows"]
-    sizes, ranks = sorted(set(args.sizes)), runs[0]["world_size"]
-    models = [(run["alpha_s"], 1e9 * run["beta_GBps"]) for run in runs if "alpha_s" in run]
-    for axes, texts in picture.in_each_language(path, WORDS, runs, ranks=ranks,
+def plot(metrics: dict, args: Namespace) -> None:
+    """Plot the measured bandwidths and the model: `bandwidth.png`."""
+    path, rows = args.output_dir / "bandwidth.png", metrics["rows"]
+    sizes, ranks = sorted(set(args.sizes)), metrics["world_size"]
+    for axes, texts in picture.in_each_language(path, WORDS, [metrics], ranks=ranks,
                                                 repeats=args.repeats):
-        for index, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
-            speeds = [[next(row["bus_GBps"] for row in run["rows"]
-                            if (row["bytes"], row["algorithm"]) == (n_bytes, name))
-                       for n_bytes in sizes] for run in runs]
-            picture.line(axes, sizes, speeds, color=f"C{index}", markersize=5, label=name)
-        if models:
-            alpha, beta = (statistics.median(numbers) for numbers in zip(*models, strict=True))
+        for name in dict.fromkeys(row["algorithm"] for row in rows):
+            speeds = {row["bytes"]: row["bus_GBps"] for row in rows if row["algorithm"] == name}
+            axes.plot(sizes, [speeds[n_bytes] for n_bytes in sizes], "o-", markersize=5, label=name)
+        if "alpha_s" in metrics:
             curve = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / 50) for i in range(51)]
-            speeds = [bus_bandwidth(ranks, n_bytes, model_seconds(ranks, n_bytes, alpha, beta))
-                      for n_bytes in curve]
-            axes.plot(curve, [speed / 1e9 for speed in speeds], color="0.3", linestyle="--",
-                      label=texts["model"])
+            speeds = [bus_bandwidth(ranks, n_bytes, model_seconds(
+                ranks, n_bytes, metrics["alpha_s"], 1e9 * metrics["beta_GBps"])) / 1e9
+                for n_bytes in curve]
+            axes.plot(curve, speeds, color="0.3", linestyle="--", label=texts["model"])
         scale(axes, sizes)
 
 
 def scale(axes: "Axes", sizes: list[int]) -> None:
-    """Scale both axes by powers, with the sizes in words."""
+    """Set logarithmic axes, with the sizes in words."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
@@ -154,13 +150,13 @@ def scale(axes: "Axes", sizes: list[int]) -> None:
 
 
 def show(metrics: dict) -> None:
-    """Print the table, and the model."""
+    """Print the table and the model."""
     print(f"\n{'size':10}{'algorithm':16}{'median':>12}{'bus GB/s':>12}{'all_reduce = 1':>18}")
     for row in metrics["rows"]:
         print(f"{size_text(row['bytes']):10}{row['algorithm']:16}{1e3 * row['median_s']:9.2f} ms"
               f"{row['bus_GBps']:12.3f}{row['vs_all_reduce']:18.2f}")
     if "alpha_s" in metrics:
         print("\nT = 2(N-1)(alpha + S/(N*beta)) fitted to RingAllReduce: "
-              f"alpha {1e6 * metrics['alpha_s']:.0f} us a message, "
+              f"alpha {1e6 * metrics['alpha_s']:.0f} us per message, "
               f"beta {metrics['beta_GBps']:.2f} GB/s")
     print()

@@ -1,4 +1,4 @@
-"""What `shared_memory.py` makes of its times: the table, the model, the picture, the numbers."""
+"""Table, model and picture of `shared_memory.py`, from its times."""
 
 import statistics
 from argparse import Namespace
@@ -10,10 +10,10 @@ import torch
 from p2p_collectives.ring_allreduce_results import fit, scale, size_text
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
-# Ways to make them, as `shared_memory.py` names them.
+# Variants of the collectives, as `shared_memory.py` names them.
 SHARED, COPIED = "shared_memory", "shared_memory_copied"
 HIERARCHICAL = "hierarchical"
-SMALL_BYTES = 2**17  # of the largest tensor for which the ranks wait once; above, twice
+SMALL_BYTES = 2**17  # up to this size of a tensor, the ranks wait once; above, twice
 MACHINE_WORDS = {"en": ("one machine", "{machines} machines"),
                  "ja": ("1台のマシン", "{machines}台のマシン")}
 WORDS = {
@@ -32,15 +32,15 @@ WORDS = {
 
 def require_right(collective: str, way: str, tensor: torch.Tensor, rank: int,
                   world_size: int) -> None:
-    """Require a result to be right: what is wrong is not timed.
+    """Require a result to be right, because the time of a wrong result says nothing.
 
     Args:
-        collective, way: their names.
-        tensor: what it has made of the `contribution` of each rank.
-        rank, world_size: of this process.
+        collective, way: Names of the collective and its variant.
+        tensor: Result (n,), from the `contribution` of each rank.
+        rank, world_size: Rank of this process, and number of ranks.
 
     Raises:
-        ArithmeticError: if it is not right.
+        ArithmeticError: if the result is wrong.
     """
     numbers, slices = torch.arange(tensor.numel()) % 100, slice(None)
     expected = world_size * numbers + world_size * (world_size - 1) // 2
@@ -57,7 +57,7 @@ def require_right(collective: str, way: str, tensor: torch.Tensor, rank: int,
 
 def rows_of(collective: str, seconds: dict[str, list[float]], world_size: int,
             n_bytes: int) -> list[dict]:
-    """Make a row for each way, from the seconds of all its rounds."""
+    """Return one row for each variant, from the seconds of its rounds."""
     medians = {way: statistics.median(times) for way, times in seconds.items()}
     return [{"collective": collective, "world_size": world_size, "bytes": n_bytes, "way": way,
              "median_s": median, "vs_gloo": medians["gloo"] / median}
@@ -65,10 +65,10 @@ def rows_of(collective: str, seconds: dict[str, list[float]], world_size: int,
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Fit the model, draw, write metrics.json, print the table and the line of numbers.
+    """Fit the model, write metrics.json, plot, and print the table and the summary line.
 
     Returns:
-        The whole metrics.
+        The complete metrics.
     """
     if model := fit([(2, 2 * args.world_size * row["bytes"], row["median_s"])
                      for row in metrics["rows"]
@@ -77,7 +77,7 @@ def finish(metrics: dict, args: Namespace) -> dict:
         metrics |= {"barrier_s": model[0], "memory_GBps": model[1] / 1e9}
     metrics = report.save_metrics(args, metrics, backend="gloo", device="cpu")
     if args.world_size > 1:
-        plot([metrics], args)
+        plot(metrics, args)
     show(metrics)
     ours = next(row for row in reversed(metrics["rows"]) if row["bytes"] == max(args.sizes)
                 and row["collective"] == "all_reduce" and row["way"] != COPIED)
@@ -87,30 +87,29 @@ def finish(metrics: dict, args: Namespace) -> dict:
     return metrics
 
 
-def plot(runs: list[dict], args: Namespace) -> None:
-    """Draw how many times as fast as gloo each way is, in one run or several: `collectives.png`."""
-    first, sizes = runs[0], sorted(set(args.sizes))
-    machines = first["world_size"] // first["ranks_per_machine"]
-    values = {"ranks": first["world_size"], "machines": machines, "repeats": args.repeats}
+def plot(metrics: dict, args: Namespace) -> None:
+    """Plot how many times as fast as gloo each variant is: `collectives.png`."""
+    sizes = sorted(set(args.sizes))
+    machines = metrics["world_size"] // metrics["ranks_per_machine"]
+    values = {"ranks": metrics["world_size"], "machines": machines, "repeats": args.repeats}
     words = {language: texts | {"title": texts["title"].replace("{machines}", MACHINE_WORDS[
         language][machines > 1])} for language, texts in WORDS.items()}
     path = args.output_dir / "collectives.png"
-    for panels, texts in picture.in_each_language(path, words, runs, panels=3, height=8, **values):
+    for panels, texts in picture.in_each_language(path, words, [metrics], panels=3, height=8,
+                                                  **values):
         for axes, collective in zip(panels, COLLECTIVES, strict=True):
-            rows = [[row for row in run["rows"] if row["collective"] == collective] for run in runs]
-            for index, way in enumerate(dict.fromkeys(row["way"] for row in rows[0])):
-                ratios = [[next(row["vs_gloo"] for row in of_run
-                                if (row["bytes"], row["way"]) == (n_bytes, way))
-                           for n_bytes in sizes] for of_run in rows]
-                picture.line(axes, sizes, ratios, color=f"C{index}", markersize=5,
-                             label=texts[way])
+            rows = [row for row in metrics["rows"] if row["collective"] == collective]
+            for way in dict.fromkeys(row["way"] for row in rows):
+                ratios = {row["bytes"]: row["vs_gloo"] for row in rows if row["way"] == way}
+                axes.plot(sizes, [ratios[n_bytes] for n_bytes in sizes], "o-", markersize=5,
+                          label=texts[way])
             scale(axes, sizes)
             axes.set_yscale("linear")
             axes.set_ylim(bottom=0)
 
 
 def show(metrics: dict) -> None:
-    """Print the table, and the model: two barriers, and the bytes that all ranks read and write."""
+    """Print the table and the model: two barriers, and the bytes that all ranks read and write."""
     print(f"\n{'size':10}{'collective':16}{'way':22}{'median':>12}{'gloo = 1':>10}")
     for row in metrics["rows"]:
         print(f"{size_text(row['bytes']):10}{row['collective']:16}{row['way']:22}"

@@ -1,8 +1,8 @@
 r"""A parameter server that updates once per batch of trainers (tutorial 6_8, first half).
 
-Every trainer has a model of its own, computes a gradient with its own images, and asks the server
-for new weights. The answer is a future: the server adds up the gradients as they come, and the last
-one of a batch makes the step for all.
+Each trainer computes gradients with its own model and its own images, sends them to the server, and
+asks for new weights. The server answers with a future and adds up the gradients as they arrive. The
+last trainer of a batch triggers the step, which completes the future for every trainer.
 
     rank 0 "parameter_server"                              rank 1 "trainer1", rank 2, ...
     +---------------------------------------+              +----------------------------------+
@@ -16,7 +16,7 @@ one of a batch makes the step for all.
 
     python param_server/batch_update.py --world_size 6         one server, five trainers, ResNet50
     python param_server/batch_update.py --arch resnet18        a smaller model
-    python param_server/batch_update.py --check                every number, against one process
+    python param_server/batch_update.py --check                compare every number with one process
     torchrun --nproc_per_node 6 param_server/batch_update.py   under torchrun
     python param_server/batch_update.py --world_size 6 --rank 1 \
         --master_addr HOST --master_port 29500                 manual launch
@@ -50,22 +50,22 @@ TRAINER_NAME = "trainer{}"
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank: 0 is the server, all others are trainers."""
+    """Return the name of a rank: rank 0 is the server, every other rank is a trainer."""
     return SERVER_NAME if rank == 0 else TRAINER_NAME.format(rank)
 
 
 def build_model(args: Namespace) -> nn.Module:
-    """Make the ResNet of `--arch`."""
+    """Create the ResNet of `--arch`."""
     return import_torchvision().models.get_model(args.arch, num_classes=args.num_classes)
 
 
 def running_statistics(model: nn.Module) -> list[torch.Tensor]:
-    """Return BatchNorm's means and variances for evaluation: learned, but not by gradients."""
+    """Return BatchNorm's means and variances: no gradients, but evaluation needs them."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 class BatchUpdateParameterServer:
-    """Has the optimizer and its model, on rank 0, where RPC calls it in many threads."""
+    """The model and its optimizer, on rank 0, where RPC calls the methods in many threads."""
 
     def __init__(self, args: Namespace) -> None:
         torch.manual_seed(args.seed)
@@ -73,31 +73,32 @@ class BatchUpdateParameterServer:
         self.lock = threading.Lock()
         self.future_model = Future()
         self.batch_update_size = args.world_size - 1
-        self.arrived = {}  # Tutorial: a count. Here by rank, the moment at which each came
-        self.waits = []  # of each batch, the seconds that each trainer has waited: for the report
+        # Tutorial: a count of the trainers. The report needs the time at which each one arrived.
+        self.arrived = {}
+        self.waits = []  # for each batch, the seconds that each trainer waited
         self.optimizer = optim.SGD(self.model.parameters(), lr=args.lr, momentum=0.9)
         for p in self.model.parameters():
-            p.grad = torch.zeros_like(p)  # Tutorial: after a step, zero_grad() makes it None
+            p.grad = torch.zeros_like(p)  # Tutorial: the next zero_grad() makes it None
         self.statistics = [torch.zeros_like(buffer) for buffer in running_statistics(self.model)]
         self.sums = [*(p.grad for p in self.model.parameters()), *self.statistics]
 
     def get_model(self) -> list[torch.Tensor]:
-        """Return the numbers of the model: parameters, then running statistics."""
-        # Tutorial: the module itself, pickled again in each update.
+        """Return the tensors of the model: parameters, then running statistics."""
+        # Tutorial: returns the module itself, which RPC pickles in each update.
         return [*(p.detach() for p in self.model.parameters()), *running_statistics(self.model)]
 
-    @rpc.functions.async_execution  # Tutorial: a static method, which takes an RRef of the server.
+    @rpc.functions.async_execution  # Tutorial: a static method that takes an RRef.
     def update_and_fetch_model(self, rank: int, grads: list[torch.Tensor]) -> Future:
-        """Add a trainer's gradients; the answer follows when those of all trainers are there.
+        """Add a trainer's gradients; the last trainer of the batch makes the step.
 
         Args:
-            rank: of the trainer.
-            grads: of all parameters; then its running statistics.
+            rank: rank of the trainer.
+            grads: gradients of all parameters, then the trainer's running statistics.
 
         Returns:
             A future of what `get_model` returns after the step.
         """
-        with self.lock:  # the sum, too: of two additions at the same time one could be lost
+        with self.lock:  # around the sum, too: of two additions at once, one could be lost
             for total, g in zip(self.sums, grads, strict=True):
                 total += g
             self.arrived[rank] = time.perf_counter()
@@ -107,27 +108,27 @@ class BatchUpdateParameterServer:
             for total in self.sums:
                 total /= self.batch_update_size
             self.optimizer.step()
-            # Tutorial: nothing. The trained model would be useless in evaluation mode.
+            # Tutorial: leaves them unchanged, so the trained model is useless in evaluation mode.
             for buffer, mean in zip(running_statistics(self.model), self.statistics, strict=True):
                 buffer.copy_(mean)
             for total in self.sums:
                 total.zero_()
             self.waits.append(seconds_since(self.arrived))
             self.arrived, self.future_model = {}, Future()  # for the next batch
-        # Tutorial: inside the lock, where RPC then sends all the answers.
-        # No copy: each trainer has this model before it sends the gradients of the next step.
+        # Tutorial: sets it inside the lock, and RPC sends all answers from there.
+        # No copy is needed: the next step needs every trainer, and each one has this model by then.
         fut.set_result(self.get_model())
         return fut
 
 
 class Trainer:
-    """Has a model and images of its own, on a trainer's process."""
+    """A model and images of its own, on a trainer's process."""
 
     def __init__(self, ps_rref: RRef, args: Namespace) -> None:
         self.rank, self.args = rpc.get_worker_info().id, args
         self.ps_rref, self.loss_fn = ps_rref, nn.MSELoss()
         self.device = device_for(args.device)
-        with torch.device("meta"):  # no memory, no random numbers: the server has the weights
+        with torch.device("meta"):  # no memory and no random numbers: the server sends weights
             self.m = build_model(args)
         self.m.to_empty(device=self.device)
         self.generator = torch.Generator().manual_seed(1000 * args.seed + self.rank)
@@ -135,9 +136,9 @@ class Trainer:
             args.num_classes, (args.batch_size, 1), generator=self.generator)
 
     def get_next_batch(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield images (N, 3, H, W) and one-hot targets (N, num_classes), where the model is."""
+        """Yield images (N, 3, H, W) and one-hot targets (N, num_classes), on the model's device."""
         args, size = self.args, (3, self.args.image_size, self.args.image_size)
-        # Tutorial: pure noise, in which there is nothing to learn. Here, each class has a pattern.
+        # Tutorial: images are pure noise: there is nothing to learn. Here, a class has a pattern.
         patterns = torch.randn(args.num_classes, *size,
                                generator=torch.Generator().manual_seed(args.seed))
         labels = torch.zeros(args.batch_size, args.num_classes).scatter_(1, self.one_hot_indices, 1)
@@ -147,62 +148,62 @@ class Trainer:
             yield inputs.to(self.device), labels.to(self.device)
 
     def set_model(self, numbers: list[torch.Tensor]) -> None:
-        """Take over what the server's `get_model` returns."""
+        """Copy what the server's `get_model` returns into the model."""
         with torch.no_grad():
             own = [*self.m.parameters(), *running_statistics(self.m)]
             for tensor, new in zip(own, numbers, strict=True):
                 tensor.copy_(new)
 
     def get_gradients(self) -> list[torch.Tensor]:
-        """Return what the server's `update_and_fetch_model` takes, on the CPU."""
+        """Return the gradients and running statistics for the server, on the CPU."""
         return [*(p.grad.cpu() for p in self.m.parameters()),
                 *(buffer.cpu() for buffer in running_statistics(self.m))]
 
     def train(self) -> list[dict[str, float]]:
-        """Make all updates; return of each its loss, and its moments in seconds."""
+        """Make all updates; return the loss and the seconds of each."""
         self.set_model(self.ps_rref.rpc_sync().get_model())
         step_stats = []
         for update, (inputs, labels) in enumerate(self.get_next_batch(), start=1):
             started = time.perf_counter()
             loss = self.loss_fn(self.m(inputs), labels)
-            # Tutorial: a new module in each update. Not to None: new gradients need more memory.
+            # Tutorial: a new module in each update. None would allocate new gradients each time.
             self.m.zero_grad(set_to_none=False)
             loss.backward()
             loss = report.require_finite(loss, f"at update {update}")
             grads = self.get_gradients()
-            computed = time.perf_counter()
+            compute = time.perf_counter() - started
             numbers = self.ps_rref.rpc_sync().update_and_fetch_model(self.rank, grads)
             self.set_model(numbers)
-            step_stats.append({"loss": loss, "started": started, "computed": computed,
-                               "ended": time.perf_counter()})
-            if self.rank == 1:  # the others are as far
+            step_stats.append({"loss": loss, "compute": compute,
+                               "seconds": time.perf_counter() - started})
+            if self.rank == 1:  # every trainer is at the same update
                 report.log(TRAINER_NAME.format(1), f"update {update}  loss {loss:.3f}")
         return step_stats
 
 
 def run_trainer(ps_rref: RRef, args: Namespace) -> dict:
-    """Train, on a trainer's process, in one call for the length of the whole training."""
+    """Train on a trainer's process; this one call lasts for the whole training run."""
     step_stats = Trainer(ps_rref, args).train()
     return {"updates": step_stats, "peak_memory": peak_memory()}
 
 
 def run_ps(server: BatchUpdateParameterServer, args: Namespace) -> list[dict]:
-    """Let all trainers train at the same time; return what they return."""
+    """Let all trainers train at the same time; return the results of `run_trainer`, by rank."""
     ps_rref = RRef(server)
     names = [TRAINER_NAME.format(rank) for rank in range(1, args.world_size)]
-    # Tutorial (sample code): 60 s, the default, for a whole training. Each update has --timeout.
+    # Tutorial: the sample code limits a whole run to 60 s. Here, each update has --timeout.
     futs = [rpc.rpc_async(name, run_trainer, args=(ps_rref, args), timeout=0) for name in names]
     return wait_all(futs)
 
 
 def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
-    """Serve on rank 0, start the trainers and return what is measured."""
+    """Serve on rank 0, which starts the trainers; return the measurements there, None elsewhere."""
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=rpc_options(args))
     if rank == 0:
         server = BatchUpdateParameterServer(args)
         trainers = run_ps(server, args)
-    rpc.shutdown()  # waits for everyone: until then, the trainers do what they are asked
+    rpc.shutdown()  # waits for every rank: until then, trainers answer calls
     if rank != 0:
         return None
     return {"trainers": trainers, "waits": server.waits, "peak_memory": peak_memory(),
@@ -213,7 +214,7 @@ def build_parser() -> Parser:
     """Return the parser of this program's flags."""
     parser = Parser("param_server/batch_update", __doc__, world_size=6, min_world_size=2, rpc=True)
     add, count = parser.add_argument, bounded(int, at_least=1)
-    add("--arch", choices=["resnet18", "resnet50"], default="resnet50", help="the model")
+    add("--arch", choices=["resnet18", "resnet50"], default="resnet50", help="model to train")
     add("--batch_size", type=bounded(int, at_least=2), default=20, metavar="N",
         help="images of one trainer in one update")
     add("--image_size", type=bounded(int, at_least=8), default=64, metavar="N",
@@ -226,7 +227,11 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences where they are reported, else None."""
+    """Train, or compare with a single process (`--check`).
+
+    Returns:
+        The metrics (with `--check`, the differences) on the reporting process, None elsewhere.
+    """
     args = build_parser().parse_args(argv)
     require_sizes(args)
     return run_program(run_worker, args, role_name, finish)

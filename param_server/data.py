@@ -1,4 +1,4 @@
-"""The images of each trainer of tutorial 6_6, and what cannot be trained on, in both tutorials."""
+"""What goes into the parameter servers: images, checkpoints, and the inputs that they refuse."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -19,10 +19,10 @@ def get_next_batch(train_set: TensorDataset, rank: int, epoch: int, args: Namesp
     In the tutorial, every trainer goes through all images: N trainers do N times the work.
 
     Args:
-        train_set: a `TensorDataset` of images and labels.
-        rank: of the trainer, from 1.
-        epoch: from 0.
-        args: with `seed`, `world_size` and `batch_size`; the last batch may be smaller.
+        train_set: images and labels of all trainers.
+        rank: rank of the trainer, from 1.
+        epoch: number of the epoch, from 0.
+        args: parsed flags: `seed`, `world_size` and `batch_size`. The last batch may be smaller.
     """
     shuffled = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(args.seed))
     share = shuffled[rank - 1 :: args.world_size - 1]
@@ -32,13 +32,34 @@ def get_next_batch(train_set: TensorDataset, rank: int, epoch: int, args: Namesp
 
 
 def count_batches(train_set: TensorDataset, rank: int, args: Namespace) -> int:
-    """Return how many batches `get_next_batch` yields in an epoch."""
+    """Return the number of batches that `get_next_batch` yields in an epoch."""
     share = range(rank - 1, len(train_set), args.world_size - 1)
     return -(-len(share) // args.batch_size)
 
 
+def save_checkpoint(model: nn.Module, epochs: int, args: Namespace) -> None:
+    """Write a checkpoint if `--checkpoint` is given; the random numbers of a GPU are not in it."""
+    if args.checkpoint:
+        checkpoint.save(args, {"model": model.state_dict(), "epochs": epochs,
+                               "random_numbers": torch.get_rng_state()})
+
+
+def load_checkpoint(model: nn.Module, args: Namespace) -> int:
+    """Load a checkpoint if `--resume` is given; return the number of epochs behind it."""
+    if not args.resume:
+        return 0
+    state = checkpoint.load(args)
+    model.load_state_dict(state["model"])
+    torch.set_rng_state(state["random_numbers"])
+    return state["epochs"]
+
+
 def require_inputs(args: Namespace, make_model: Callable[[], nn.Module]) -> None:
-    """Fetch the images if need be; refuse too many trainers, and a checkpoint that does not fit."""
+    """Fetch the images if necessary; refuse too many trainers and unsuitable checkpoints.
+
+    Raises:
+        SystemExit: 2 after one line, if the run cannot start.
+    """
     fetch_data(args)
     if starts_rank(args, 1) and args.world_size - 1 > (n_samples := len(load_data(args)[0])):
         refuse(f"{given(args, 'world_size')} must be at most {n_samples + 1}: every trainer needs "
@@ -50,8 +71,12 @@ def require_inputs(args: Namespace, make_model: Callable[[], nn.Module]) -> None
 
 
 def require_sizes(args: Namespace) -> None:
-    """Refuse images of `batch_update.py` that this machine cannot hold."""
-    # A trainer has a pattern for each class, and of each image of a batch also its noise.
+    """Refuse images of `batch_update.py` that do not fit into this machine's memory.
+
+    Raises:
+        SystemExit: 2 after one line, if they do not fit.
+    """
+    # A trainer holds a pattern for each class and, for each image of a batch, also its noise.
     images = (args.num_classes + 2 * args.batch_size) * sum(rank > 0 for rank in ranks_here(args))
     targets = args.batch_size * args.num_classes
     require_memory(args, ["batch_size", "image_size", "num_classes"],

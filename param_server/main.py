@@ -1,7 +1,7 @@
-r"""A parameter server: the network lives on one process, any number of others train it (6_6).
+r"""A parameter server: the network lives on one process, and trainers train it over RPC (6_6).
 
-Trainers have the data and no network: forward, backward and optimizer step all run on the server.
-One trainer at a time has the server, from its forward to its step.
+The trainers hold the data but no network. Forward, backward and optimizer step run on the server.
+One trainer at a time has exclusive access to the server, from its forward to its step.
 
     rank 0 "parameter_server"                    rank 1 "trainer1", rank 2 "trainer2", ...
     +----------------------------------+         +------------------------------------------+
@@ -13,7 +13,7 @@ One trainer at a time has the server, from its forward to its step.
     +----------------------------------+         +------------------------------------------+
 
     python param_server/main.py --world_size 3                 one server, two trainers
-    python param_server/main.py --check                        every number, against one process
+    python param_server/main.py --check                        compare every number with one process
     torchrun --nproc_per_node 3 param_server/main.py           under torchrun
     python param_server/main.py --world_size 3 --rank 1 \
         --master_addr HOST --master_port 29500                 manual launch, as in the tutorial
@@ -27,10 +27,9 @@ async_server.py serves all trainers at the same time.
 import contextlib
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-from common import checkpoint
 from common.cli import Parser, bounded
 from common.data import add_data_flags, load_data
 from common.program import run_program
@@ -44,7 +43,7 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from param_server.data import get_next_batch, require_inputs
+from param_server.data import get_next_batch, load_checkpoint, require_inputs, save_checkpoint
 from param_server.results import History, finish
 
 SERVER_NAME = "parameter_server"
@@ -52,12 +51,12 @@ TRAINER_NAME = "trainer{}"  # Tutorial: "trainer_1", ...
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank: 0 is the server, all others are trainers."""
+    """Return the name of a rank: rank 0 is the server, every other rank is a trainer."""
     return SERVER_NAME if rank == 0 else TRAINER_NAME.format(rank)
 
 
 class Net(nn.Module):
-    """Classifies images of digits: the network of PyTorch's MNIST example."""
+    """A classifier of digits: the network of PyTorch's MNIST example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +68,7 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn images (N, 1, 28, 28) into log-probabilities (N, 10), where the weights are."""
+        """Turn images (N, 1, 28, 28) into log-probabilities (N, 10), on the weights' device."""
         x = F.relu(self.conv1(x))
         x = F.max_pool2d(self.conv2(x), 2)
         x = torch.flatten(self.dropout1(x), 1)
@@ -77,43 +76,37 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-def call_method(method: str, rref: rpc.RRef, *args, **kwargs) -> Any:
-    """Call a method of the object behind `rref`, on its owner."""
-    # Tutorial: passes the function. With its name, a subclass of the server can have its own.
-    return getattr(rref.local_value(), method)(*args, **kwargs)
+def call_method(method: Callable, rref: rpc.RRef, *args, **kwargs) -> Any:
+    """Call `method` with the object behind `rref`; this runs on the owner of the object."""
+    return method(rref.local_value(), *args, **kwargs)
 
 
-def remote_method(method: str, rref: rpc.RRef, *args, **kwargs) -> Any:
-    """Call a method of the object behind `rref` where it lives, and wait for what it returns."""
+def remote_method(method: Callable, rref: rpc.RRef, *args, **kwargs) -> Any:
+    """Call a method of the object behind `rref` on the object's owner, and return the result."""
     return rpc.rpc_sync(rref.owner(), call_method, args=(method, rref, *args), kwargs=kwargs)
 
 
 class ParameterServer(nn.Module):
-    """Has the network and all that trainers may ask of it; RPC calls it in many threads."""
+    """The network, and the methods that trainers call; RPC runs them in many threads."""
 
     def __init__(self, args: Namespace) -> None:
         super().__init__()
         torch.manual_seed(args.seed)
         self.input_device = device_for(args.device)
         self.model = Net().to(self.input_device)
-        self.turn = threading.Lock()
-        self.brought, self.all_are_there = {}, threading.Barrier(args.world_size - 1)
-        self.args, self.first_epoch = args, 0
-        if args.resume:
-            state = checkpoint.load(args)
-            self.model.load_state_dict(state["model"])
-            self.first_epoch = state["epochs"]
-            torch.set_rng_state(state["random_numbers"])
+        self.lock = threading.Lock()
+        self.results, self.all_have_joined = {}, threading.Barrier(args.world_size - 1)
+        self.args, self.first_epoch = args, load_checkpoint(self.model, args)
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Turn images into log-probabilities, both on the CPU: RPC carries them."""
+        """Turn images (N, 1, 28, 28) into log-probabilities (N, 10); RPC carries CPU tensors."""
         inp = inp.to(self.input_device)
         out = self.model(inp)
         return out.to("cpu")
 
     def get_dist_gradients(self, cid: int) -> dict[str, torch.Tensor]:
-        """Return the gradients in context `cid`, by name: for `--check`."""
-        # Tutorial: fetched in every step, and keyed by tensors, of which only copies arrive.
+        """Return the gradients in context `cid` by parameter name, to verify them."""
+        # Tutorial: fetched in every step, and keyed by tensors, which reach a trainer as copies.
         grads = dist_autograd.get_gradients(cid)
         return {name: grads[param].to("cpu") for name, param in self.model.named_parameters()}
 
@@ -126,56 +119,52 @@ class ParameterServer(nn.Module):
         self.train(training)
 
     def acquire(self) -> None:
-        """Wait until it is the caller's turn; the thread that waits is one of the server's."""
-        self.turn.acquire()
+        """Give the calling trainer exclusive access; a thread of the server waits for it."""
+        self.lock.acquire()
 
     def release(self) -> None:
-        """End the caller's turn."""
-        self.turn.release()
+        """End the exclusive access of the calling trainer."""
+        self.lock.release()
 
-    def all_gather(self, rank: int, value: dict | None) -> list[dict | None]:
-        """Wait until all trainers have called this; return the values of all, by rank."""
-        self.brought[rank] = value
-        self.all_are_there.wait()
-        return [self.brought[rank] for rank in sorted(self.brought)]
+    def join(self, rank: int, result: dict) -> list[dict]:
+        """Wait until every trainer has called this method; return all their results, by rank."""
+        self.results[rank] = result
+        self.all_have_joined.wait()
+        return [self.results[rank] for rank in sorted(self.results)]
 
     def get_first_epoch(self) -> int:
-        """Return with which epoch a training begins: 0, or that of the checkpoint."""
+        """Return the epoch at which training begins: 0, or the next one after the checkpoint."""
         return self.first_epoch
 
     def save(self, epochs: int) -> None:
-        """Write a checkpoint here, with the CPU's random numbers; those of a GPU begin anew."""
-        if self.args.checkpoint:
-            with self.turn:  # nobody is in the middle of a step
-                checkpoint.save(self.args, {"model": self.model.state_dict(), "epochs": epochs,
-                                            "random_numbers": torch.get_rng_state()})
+        """Write a checkpoint of `epochs` epochs, on the machine of the server."""
+        with self.lock:  # no trainer is between its forward and its step
+            save_checkpoint(self.model, epochs, self.args)
 
 
 param_server = None
 global_lock = threading.Lock()
 
 
-def get_parameter_server(args: Namespace, server_class: type[ParameterServer] = ParameterServer
-                         ) -> ParameterServer:
-    """Return the one server of this run, on rank 0; the first call makes it."""
+def get_parameter_server(args: Namespace) -> ParameterServer:
+    """Return the one server of this run, on rank 0; the first call creates it."""
     global param_server
     with global_lock:
         if param_server is None:
-            param_server = server_class(args)
+            param_server = ParameterServer(args)
         return param_server
 
 
-def run_parameter_server(rank: int, world_size: int, args: Namespace,
-                         server_class: type[ParameterServer] = ParameterServer) -> None:
-    """Answer the trainers' calls, on rank 0, until all of them have finished."""
-    get_parameter_server(args, server_class)  # with its own flags: the checkpoint is on its machine
+def run_parameter_server(rank: int, world_size: int, args: Namespace) -> None:
+    """Answer the trainers' calls, on rank 0, until every trainer has finished."""
+    get_parameter_server(args)  # with rank 0's own flags: the checkpoint is on its machine
     rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
                  rpc_backend_options=serving_options(args))
-    rpc.shutdown()  # waits for everyone
+    rpc.shutdown()  # waits for every trainer
 
 
 class TrainerNet(nn.Module):
-    """Stands for the network on a trainer: its calls go to the server."""
+    """The network as a trainer sees it: each call goes to the server."""
 
     def __init__(self, args: Namespace) -> None:
         super().__init__()
@@ -183,72 +172,71 @@ class TrainerNet(nn.Module):
 
     def get_global_param_rrefs(self) -> list[rpc.RRef]:
         """Return an RRef for each of the server's parameters, for `DistributedOptimizer`."""
-        return remote_method("get_param_rrefs", self.param_server_rref)
+        return remote_method(ParameterServer.get_param_rrefs, self.param_server_rref)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn images (N, 1, 28, 28) into log-probabilities (N, 10), on the CPU."""
-        return remote_method("forward", self.param_server_rref, x)
+        """Turn images (N, 1, 28, 28) into log-probabilities (N, 10), both on the CPU."""
+        return remote_method(ParameterServer.forward, self.param_server_rref, x)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the network itself."""
-        # Tutorial: `model.eval()` reaches this wrapper alone, and dropout stays on in the accuracy.
-        remote_method("set_mode", self.param_server_rref, mode)
+        """Set the mode of the server's network, and of this wrapper."""
+        # Tutorial: `model.eval()` reaches this wrapper alone, so the accuracy is with dropout.
+        remote_method(ParameterServer.set_mode, self.param_server_rref, mode)
         return super().train(mode)
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Have the server alone, for a forward, its backward and its step."""
+    def exclusive_access(self) -> Iterator[None]:
+        """Hold exclusive access to the server for one forward, backward and optimizer step."""
         # Tutorial: one trainer's step broke another's backward: "modified by an inplace operation".
-        remote_method("acquire", self.param_server_rref)
-        yield  # in no `finally`: an error in there ends the run on all ranks, those that wait, too
-        remote_method("release", self.param_server_rref)
+        remote_method(ParameterServer.acquire, self.param_server_rref)
+        yield  # without `finally`: an error inside ends the run on all ranks, waiting ones too
+        remote_method(ParameterServer.release, self.param_server_rref)
 
 
 class SGD(optim.SGD):
-    """Is optim.SGD under a name that `DistributedOptimizer` does not know.
+    """An ordinary optimizer: see `Adam` in rpc_rnn/main.py."""
 
-    Of a class that it does not know it makes ordinary optimizers, which step under a lock. Of
-    torch's own it makes a functional form without one: of two steps at a time one can be lost.
+
+def run_training_loop(rank: int, train_set: TensorDataset, test_set: TensorDataset,
+                      args: Namespace) -> dict | None:
+    """Train for all epochs; the first trainer then measures the accuracy.
+
+    Returns:
+        On rank 1, the test accuracy and the results of every trainer; elsewhere None.
     """
-
-
-def run_training_loop(
-        rank: int, train_set: TensorDataset, test_set: TensorDataset, args: Namespace,
-        net_class: type[TrainerNet] = TrainerNet,
-        optimizer_class: type[DistributedOptimizer] = DistributedOptimizer) -> dict | None:
-    """Train on all epochs, then take the accuracy; the first trainer returns the metrics of all."""
-    net = net_class(args)
+    net = TrainerNet(args)
     param_rrefs = net.get_global_param_rrefs()
-    opt = optimizer_class(SGD, param_rrefs, lr=args.lr)  # Tutorial: optim.SGD
+    # Tutorial: optim.SGD, whose compiled form takes no lock: of two steps at once, one can be lost.
+    opt = DistributedOptimizer(SGD, param_rrefs, lr=args.lr)
     net.train()
     server = net.param_server_rref
-    first_epoch = remote_method("get_first_epoch", server)
-    remote_method("all_gather", server, rank, None)  # all begin together
+    first_epoch = remote_method(ParameterServer.get_first_epoch, server)
     history = History(rank, train_set, first_epoch, args)
     for epoch in range(first_epoch, args.epochs):
         for data, target in get_next_batch(train_set, rank, epoch, args):
-            with net.turn(), dist_autograd.context() as cid:
+            with net.exclusive_access(), dist_autograd.context() as cid:
                 model_output = net(data)
                 loss = F.nll_loss(model_output, target)
                 dist_autograd.backward(cid, [loss])
-                opt.step(cid)  # of this trainer's gradients alone: they are in its context
+                opt.step(cid)  # with this trainer's gradients alone: they are in its context
             history.add(loss, len(target))
         history.end_epoch()
-        if rank == 1:  # the others may be a few batches elsewhere
-            remote_method("save", server, epoch + 1)
-    # Tutorial: all take the accuracy, while others step. Waiting for them may last: no timeout.
-    per_trainer = server.rpc_sync(timeout=0).all_gather(rank, history.of_trainer())
+        if rank == 1:  # the other trainers may be a few batches ahead or behind
+            remote_method(ParameterServer.save, server, epoch + 1)
+    # Tutorial: every trainer measures the accuracy, while other trainers still step.
+    # No timeout here: the slowest trainer may take long.
+    per_trainer = server.rpc_sync(timeout=0).join(rank, history.of_trainer())
     if rank != 1:
         return None
     return {"test_accuracy": get_accuracy(test_set, net), "per_trainer": per_trainer}
 
 
 def get_accuracy(test_set: TensorDataset, model: TrainerNet) -> float:
-    """Return the share of the test images that the server's network takes for what they are."""
+    """Return the fraction of the test images that the server's network classifies correctly."""
     model.eval()
     correct_sum = 0
     images, labels = test_set.tensors
-    with torch.no_grad():  # here only: it does not reach the server
+    with torch.no_grad():  # on this trainer only: it does not reach the server
         for data, target in zip(images.split(500), labels.split(500), strict=True):
             out = model(data)  # Tutorial: model(data, -1), a TypeError.
             pred = out.argmax(dim=1)
@@ -256,37 +244,44 @@ def get_accuracy(test_set: TensorDataset, model: TrainerNet) -> float:
     return correct_sum / len(labels)
 
 
-def run_worker(
-        rank: int, world_size: int, args: Namespace,
-        server_class: type[ParameterServer] = ParameterServer,
-        net_class: type[TrainerNet] = TrainerNet,
-        optimizer_class: type[DistributedOptimizer] = DistributedOptimizer) -> dict | None:
-    """Serve on rank 0, train on the others; the first trainer returns the metrics."""
+def run_worker(rank: int, world_size: int, args: Namespace) -> dict | None:
+    """Serve on rank 0, train on every other rank; return the metrics on rank 1, None elsewhere."""
     if rank == 0:
-        return run_parameter_server(rank, world_size, args, server_class)
-    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
-                 rpc_backend_options=rpc_options(args))
+        return run_parameter_server(rank, world_size, args)
     train_set, test_set = load_data(args)
-    metrics = run_training_loop(rank, train_set, test_set, args, net_class, optimizer_class)
+    rpc.init_rpc(role_name(rank, world_size), rank=rank, world_size=world_size,
+                 rpc_backend_options=rpc_options(args))  # waits for every rank: all begin together
+    metrics = run_training_loop(rank, train_set, test_set, args)
     rpc.shutdown()
     return metrics
 
 
 def build_parser(example: str = "param_server", description: str = __doc__) -> Parser:
-    """Return the parser of this program's flags, or of a variant's."""
+    """Return the parser of this program's flags, or of a variant's flags.
+
+    Args:
+        example: the folder for the results, below outputs/.
+        description: the program's docstring.
+    """
     parser = Parser(example, description, world_size=3, min_world_size=2, rpc=True)
     parser.set_defaults(default_master_addr="localhost")  # as in the tutorial: --rank is enough
     add, count = parser.add_argument, bounded(int, at_least=1)
     add_data_flags(parser)
-    add("--epochs", type=count, default=20, metavar="N", help="times a trainer sees its images")
-    add("--batch_size", type=count, default=32, metavar="N", help="images of a trainer in a step")
+    add("--epochs", type=count, default=20, metavar="N",
+        help="passes of each trainer over its images")
+    add("--batch_size", type=count, default=32, metavar="N",
+        help="images of one trainer in one step")
     add("--lr", type=bounded(float, above=0), default=0.03, help="learning rate of SGD")
     parser.add_checkpoint_flags()
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`; return metrics or differences where they are reported, else None."""
+    """Train, or compare with a single process (`--check`).
+
+    Returns:
+        The metrics (with `--check`, the differences) on the reporting process, None elsewhere.
+    """
     args = build_parser().parse_args(argv)
     require_inputs(args, Net)
     return run_program(run_worker, args, role_name, finish)

@@ -1,4 +1,4 @@
-"""What the parameter servers of 6_6 report: the metrics, the pictures, the line of numbers."""
+"""What the parameter servers of 6_6 report: metrics, pictures and the summary line."""
 
 import collections
 import time
@@ -32,19 +32,19 @@ STALENESS = {
 
 
 class History:
-    """Keeps what a trainer reports: the moment at which it started, and its steps.
+    """What one trainer reports: the time of its start, and its steps.
 
     Args:
-        rank: of the trainer.
-        train_set: the images of all trainers.
-        first_epoch: how many epochs the checkpoint has behind it.
-        args: the parsed flags.
+        rank: rank of the trainer.
+        train_set: images of all trainers.
+        first_epoch: number of epochs behind the checkpoint.
+        args: parsed flags.
     """
 
     def __init__(self, rank: int, train_set: TensorDataset, first_epoch: int, args: Namespace
                  ) -> None:
         self.rank, self.role, self.first_epoch = rank, rpc.get_worker_info().name, first_epoch
-        self.started, self.steps = time.time(), [[]]
+        self.started, self.times, self.losses, self.samples = time.time(), [], [[]], 0
         n_batches = count_batches(train_set, rank, args)
         self.bar = report.progress(args.epochs * n_batches, "step", first_epoch * n_batches,
                                    show=rank == 1, role=self.role)
@@ -53,72 +53,71 @@ class History:
         """Add a step that has just ended, with the mean loss of its images.
 
         Raises:
-            NotFiniteError: if the loss is not a number any more.
+            NotFiniteError: if the loss is infinite or not a number.
         """
-        loss = report.require_finite(loss, f"in epoch {self.first_epoch + len(self.steps)}")
-        self.steps[-1].append({"loss": loss, "samples": n_samples, "time": time.time()})
+        loss = report.require_finite(loss, f"in epoch {self.first_epoch + len(self.losses)}")
+        self.losses[-1].append(loss)
+        self.times.append(time.time())
+        self.samples += n_samples
         self.bar.update()
 
     def end_epoch(self) -> None:
         """Print the mean loss of the epoch's steps."""
-        mean_loss = sum(step["loss"] for step in self.steps[-1]) / len(self.steps[-1])
-        epoch = self.first_epoch + len(self.steps)
+        mean_loss = sum(self.losses[-1]) / len(self.losses[-1])
+        epoch = self.first_epoch + len(self.losses)
         report.log(self.role, f"epoch {epoch}  loss {mean_loss:.3f}")
-        self.steps.append([])
+        self.losses.append([])
 
     def of_trainer(self) -> dict:
-        """End the bar; return `rank`, `started`, and of each epoch its `steps` (see `summary`)."""
+        """End the bar; return the trainer's rank, start, time and loss of each step, and images.
+
+        `losses` holds a list for each epoch. Times are seconds of `time.time()`.
+        """
         self.bar.close()
-        return {"rank": self.rank, "started": self.started, "steps": self.steps[:-1]}
+        return {"rank": self.rank, "started": self.started, "times": self.times,
+                "losses": self.losses[:-1], "samples": self.samples}
 
 
 def summary(metrics: dict, args: Namespace) -> dict:
-    """Return the metrics of a run, as metrics.json has them.
+    """Return the metrics of a run for metrics.json.
 
     Args:
-        metrics: what the first trainer returns: `test_accuracy`, and for each trainer its rank, the
-            moment it started, for each epoch its steps (loss, samples, time), and `staleness`, how
-            many of its gradients had which, where the server counts it.
-        args: the parsed flags.
+        metrics: `test_accuracy` and `per_trainer`, the result of every trainer: what
+            `History.of_trainer` returns and, from async_server.py, `staleness`, a list with a
+            number for each gradient.
+        args: parsed flags.
 
     Returns:
-        `test_accuracy`; `epochs`, with the mean loss of all trainers; `consistency`;
-        `updates` of all trainers; `samples_per_s`, None without a step; `staleness` of all, where
-        it is counted; `per_trainer`.
+        `test_accuracy`; `epochs`, with the mean loss over the steps of all trainers; `consistency`;
+        `updates` by all trainers; `samples_per_s`, None without a step; `staleness` of all
+        gradients, from async_server.py; `per_trainer`.
     """
-    # From another process it comes as JSON, whose keys are texts.
-    counts = [collections.Counter({int(age): n for age, n in trainer["staleness"].items()})
-              for trainer in metrics["per_trainer"] if "staleness" in trainer]
-    per_trainer = [{"rank": trainer["rank"], "started": trainer["started"],
-                    "times": [step["time"] for epoch in trainer["steps"] for step in epoch],
-                    "losses": [[step["loss"] for step in epoch] for epoch in trainer["steps"]],
-                    "samples": sum(step["samples"] for epoch in trainer["steps"] for step in epoch)}
-                   for trainer in metrics["per_trainer"]]
-    for trainer, of_trainer in zip(per_trainer, counts, strict=False):
+    per_trainer = [dict(trainer) for trainer in metrics["per_trainer"]]
+    ages = [trainer["staleness"] for trainer in per_trainer if "staleness" in trainer]
+    for trainer, of_trainer in zip(per_trainer, ages, strict=False):
         trainer["staleness"] = histogram(of_trainer)
     started = min(trainer["started"] for trainer in per_trainer)
     ended = max(max(trainer["times"], default=started) for trainer in per_trainer)
     epochs = [{"loss": sum(map(sum, same)) / sum(map(len, same))}
               for same in zip(*(trainer["losses"] for trainer in per_trainer), strict=True)]
-    samples = sum(trainer["samples"] for trainer in per_trainer)
     return {"test_accuracy": metrics["test_accuracy"], "epochs": epochs,
             "consistency": CONSISTENCY[args.example],
-            **({"staleness": histogram(sum(counts, collections.Counter()))} if counts else {}),
+            **({"staleness": histogram(sum(ages, []))} if ages else {}),
             "updates": sum(len(trainer["times"]) for trainer in per_trainer),
-            "samples_per_s": samples / (ended - started) if samples else None,
+            "samples_per_s": report.per_second(sum(trainer["samples"] for trainer in per_trainer),
+                                               ended - started),
             "per_trainer": per_trainer}
 
 
-def histogram(counts: collections.Counter) -> dict:
+def histogram(ages: list[int]) -> dict:
     """Count gradients by staleness, with mean and largest staleness (None without a step)."""
-    n_steps = sum(counts.values())
-    mean = sum(age * count for age, count in counts.items()) / n_steps if n_steps else None
+    counts = collections.Counter(ages)
     return {"histogram": {str(age): counts[age] for age in sorted(counts)},
-            "mean": mean, "max": max(counts, default=None)}
+            "mean": sum(ages) / len(ages) if ages else None, "max": max(ages, default=None)}
 
 
 def finish(metrics: dict, args: Namespace) -> dict:
-    """Write metrics.json, draw, print the line of numbers; return the whole metrics."""
+    """Write metrics.json, draw the pictures, print the summary line; return all metrics."""
     metrics = {**summary(metrics, args), "wall_s": metrics["wall_s"]}
     metrics = report.save_metrics(args, metrics, backend="tensorpipe")
     plot(metrics, args)
@@ -134,21 +133,23 @@ def finish(metrics: dict, args: Namespace) -> dict:
 
 
 def plot(metrics: dict, args: Namespace) -> None:
-    """Draw `loss.png`: the loss of each trainer over time."""
+    """Draw `loss.png`: the loss of each trainer over time, as means of `MEAN_OF` steps."""
     for axes, words in picture.in_each_language(
             args.output_dir / "loss.png", WORDS, [metrics], trainers=args.world_size - 1,
             consistency=metrics["consistency"], mean=MEAN_OF):
         zero = min(trainer["started"] for trainer in metrics["per_trainer"])
         for trainer in metrics["per_trainer"]:
             seconds = [time - zero for time in trainer["times"]]
-            losses = smooth(sum(trainer["losses"], []))
+            losses = torch.tensor(sum(trainer["losses"], []))
+            if len(losses) >= MEAN_OF:
+                losses = losses.unfold(0, MEAN_OF, 1).mean(dim=1)
             axes.plot(seconds[-len(losses):], losses, linewidth=1.5,
                       label=words["trainer"] + str(trainer["rank"]))
         axes.set_ylim(bottom=0)
 
 
 def plot_staleness(metrics: dict, args: Namespace) -> None:
-    """Draw `staleness.png`: how many gradients of each trainer had which staleness."""
+    """Draw `staleness.png`: the number of gradients of each trainer by staleness."""
     width = 0.8 / len(metrics["per_trainer"])
     for axes, words in picture.in_each_language(
             args.output_dir / "staleness.png", STALENESS, [metrics],
@@ -159,9 +160,3 @@ def plot_staleness(metrics: dict, args: Namespace) -> None:
                      label=words["trainer"] + str(trainer["rank"]))
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlim(-0.6, max(1, metrics["staleness"]["max"]) + 0.6)
-
-
-def smooth(losses: list[float]) -> torch.Tensor:
-    """Return the means of `MEAN_OF` steps in a row; the losses themselves if there are fewer."""
-    losses = torch.tensor(losses)
-    return losses.unfold(0, MEAN_OF, 1).mean(dim=1) if len(losses) >= MEAN_OF else losses

@@ -18,9 +18,11 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
+from common import ROOT
+from common.lessons import lessons
+
 from tracing import replay
 
-ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "outputs/site"
 # From the npm registry: a package, its file, and the name of that in the site.
 SCRIPTS = (("mermaid@11.17.2", "dist/mermaid.min.js", "mermaid.js"),
@@ -30,6 +32,7 @@ SWITCH = re.compile(r"https://(ja|en)\.invalid/")  # of zensical.toml: to a page
 ALTERNATE = re.compile(r'<link rel="alternate"[^>]*>')  # its sitemap would be asked for
 # In front of each line of code; a screen reader would read them all. Programs' pages have numbers.
 EMPTY_LINK = re.compile(r'<a id="__codelineno-\d+-\d+" name="[^"]*" href="[^"]*"></a>')
+LINK = re.compile(r'<a id="__codelineno-\d+-\d+" name="[^"]*" href="[^"]*"></a>')
 LESSONS = ("p2p_collectives", "ddp_basic", "model_parallel_resnet", "rpc_rl", "rpc_rnn",
            "param_server", "batch_rl", "ddp_rpc_hybrid", "transformer_parallel")
 # In the order of docs/map.md.
@@ -46,9 +49,9 @@ WIDE = "[\u3001-\u30ff\u4e00-\u9fff\uff01-\uff5e]"  # a Japanese character
 # Where a line is broken beside one, a space would show. What begins an item or a table stays.
 BROKEN = re.compile(rf"(?<={WIDE})\n *(?![\s*|#<>{{-]|\d+\.)|(?<=[^\s|>])\n *(?={WIDE})")
 LARGEST = 200_000  # bytes of a file that is shown with its lines
-WORDS = {"ja": {"name": "PyTorch分散学習チュートリアル", "guide": "解説", "lessons": "レッスン",
-                "more": "資料", "replay": "再生"},
-         "en": {"name": "Distributed PyTorch tutorials", "guide": "Guide", "lessons": "Lessons",
+WORDS = {"ja": {"name": "PyTorch分散学習チュートリアル", "guide": "解説とレッスン", "more": "資料",
+                "replay": "再生"},
+         "en": {"name": "Distributed PyTorch tutorials", "guide": "Guide and lessons",
                 "more": "More", "replay": "replay"}}
 
 
@@ -60,7 +63,8 @@ def pages(language):
         name = path.relative_to(ROOT).as_posix()
         if not name.endswith(".ja.md"):
             found[name.removeprefix("docs/")] = own(name, language)
-    found |= {f"folders/{name}.md": own(f"{name}/README.md", language) for name in LESSONS}
+    found |= {f"folders/{lesson.folder}.md": own(f"{lesson.folder}/README.md", language)
+              for lesson in lessons()}
     found["contributing.md"] = "CONTRIBUTING.md"
     return found
 
@@ -72,15 +76,16 @@ def own(name, language):
 
 
 def nav(language, titles):
-    """What the site shows on its left."""
-    words = WORDS[language]
-    rest = [name for name in titles if name != "index.md"
-            and not name.startswith(("lessons/", "folders/"))]
-    groups = {words["guide"]: [f"lessons/{name}.md" for name in GUIDE],
-              words["lessons"]: [f"folders/{name}.md" for name in LESSONS],
-              words["more"]: rest}
+    """What the site shows on its left: each chapter, with the lessons that begin there."""
+    words, guide = WORDS[language], []
+    chapters = sorted(name for name in titles if name.startswith("lessons/"))
+    for chapter in chapters:
+        guide += [chapter, *(f"folders/{lesson.folder}.md" for lesson in lessons()
+                             if chapter == f"lessons/{lesson.chapters[0]}.md")]
+    rest = [name for name in titles if name not in ["index.md", *guide]]
     return [{titles["index.md"]: "index.md"}, *(
-        {group: [{titles[name]: name} for name in names]} for group, names in groups.items())]
+        {words[group]: [{titles[name]: name} for name in names]}
+        for group, names in (("guide", guide), ("more", rest)))]
 
 
 class Site:
@@ -103,7 +108,7 @@ class Site:
         """Write all pages, and the configuration of Zensical."""
         titles = {}
         for place, source in self.pages.items():
-            text = (ROOT / source).read_text()
+            text = (ROOT / source).read_text(encoding="utf-8")
             title = re.search(r"^# (.*)$", text, re.MULTILINE)[1]
             titles[place] = title.replace("`", "")
             self.put(place, "".join(
@@ -111,15 +116,15 @@ class Site:
                 for part in FENCE.split(text)))
         for source in sorted(self.sources):
             language = {"py": "python", "toml": "toml", "json": "json"}.get(source.split(".")[-1])
-            lines = (ROOT / source).read_text()
+            lines = (ROOT / source).read_text(encoding="utf-8")
             self.put(f"source/{source}.md", f"---\nsearch:\n  exclude: true\n---\n\n# {source}\n\n"
                      f"````{language or 'text'} linenums=\"1\"\n{lines}````\n")
-        config = (ROOT / "site/zensical.toml").read_text()
+        config = (ROOT / "site/zensical.toml").read_text(encoding="utf-8")
         for word, value in (("NAME", WORDS[self.language]["name"]), ("LANGUAGE", self.language)):
             config = config.replace(f"@{word}@", value)
         entries = json.dumps(nav(self.language, titles), ensure_ascii=False)
         config = config.replace("@NAV@", re.sub(r'{("(?:[^"\\]|\\.)*"): ', r"{\1 = ", entries))
-        (self.folder / "zensical.toml").write_text(config)
+        (self.folder / "zensical.toml").write_text(config, encoding="utf-8")
         for name in ("extra.css", "extra.js"):
             shutil.copy(ROOT / "site" / name, self.folder / "docs" / name)
 
@@ -127,7 +132,7 @@ class Site:
         """Write a page."""
         path = self.folder / "docs" / place
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
     def converted(self, text, source, place):
         """A text of a page without its markers, and with links that hold in the site."""
@@ -164,7 +169,7 @@ class Site:
         if file.parent.name == "replays" and file.suffix == ".json":  # the data of one
             page = self.folder / "docs/files" / there
             page.parent.mkdir(parents=True, exist_ok=True)
-            page.with_suffix(".html").write_text(replay.page_of(file.read_text()))
+            page.with_suffix(".html").write_text(replay.page_of(file.read_text(encoding="utf-8")))
             return f"{up}/files/{there.removesuffix('.json')}.html"
         if file.suffix in (".png", ".svg", ".html") and file.is_file():
             copy = self.folder / "docs/files" / there
@@ -203,7 +208,7 @@ def mend(folder):
 
     for page in folder.rglob("*.html"):
         up = os.path.relpath(folder, page.parent)
-        text = SHIM.sub(f"{up}/scripts/iframe-worker.js", page.read_text())
+        text = SHIM.sub(f"{up}/scripts/iframe-worker.js", page.read_text(encoding="utf-8"))
         text = ALTERNATE.sub("", EMPTY_LINK.sub("", text))
         page.write_text(SWITCH.sub(same_page, text))
 

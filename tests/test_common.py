@@ -1,5 +1,7 @@
 """The helpers in common/: data, comparisons, speeds and metrics, pictures."""
 
+import gzip
+import hashlib
 import importlib
 import json
 import math
@@ -16,6 +18,7 @@ from common.launch import launch
 from common.lessons import lessons
 from common.oracle import Comparison, verdict
 from common.program import role_name
+from common.vision import import_torchvision
 
 import numpy as np
 import pytest
@@ -74,6 +77,44 @@ def test_mnist_that_is_there(tmp_path):
     normalised = (pixels - pixels.mean()) / pixels.std(ddof=1)
     assert train.tensors[0].numpy() == pytest.approx(normalised, abs=1e-4)
     assert test.tensors[0].numpy() == pytest.approx(normalised[:10], abs=1e-4)
+
+
+def packed_mnist(folder, monkeypatch):
+    """The four .gz of a small MNIST, as a user places them, and a torchvision that knows their checksums."""
+    raw, resources = write_mnist(folder, {"train": 30, "t10k": 10}), []
+    for path in sorted(raw.iterdir()):
+        packed = path.with_name(f"{path.name}.gz")
+        packed.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+        resources.append((packed.name, hashlib.md5(packed.read_bytes()).hexdigest()))
+        path.unlink()
+    mnist = import_torchvision().datasets.MNIST
+    monkeypatch.setattr(mnist, "resources", resources)
+    monkeypatch.setattr(mnist, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
+    return raw
+
+
+def test_mnist_that_was_placed_by_hand(tmp_path, monkeypatch):
+    packed_mnist(tmp_path, monkeypatch)
+    args = SimpleNamespace(dataset="mnist", data_dir=tmp_path)
+    fetch_data(args)
+    assert load_data(args)[0].tensors[1].tolist() == 3 * list(range(10))
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda raw: (raw / "t10k-labels-idx1-ubyte.gz").unlink(), "t10k-labels-idx1-ubyte.gz"),
+    (lambda raw: (raw / "t10k-images-idx3-ubyte.gz").write_bytes(b"half"), "t10k-images-idx3-ubyte.gz"),
+])
+def test_mnist_that_is_partly_there(change, says, tmp_path, monkeypatch, capsys):
+    """One line: the file, the whole cause, the folder, the names of all four."""
+    raw = packed_mnist(tmp_path, monkeypatch)
+    change(raw)
+    with pytest.raises(SystemExit, match="^2$"):
+        fetch_data(SimpleNamespace(dataset="mnist", data_dir=tmp_path))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Connection refused" in line
+    assert str(raw) in line
+    assert says in line
+    assert all(name in line for name in data.FILES)
 
 
 class SlowMNIST:
@@ -277,7 +318,7 @@ def test_the_font_has_every_sign():
 
 
 @pytest.mark.parametrize(("asked", "drawn"), [
-    (None, ["loss.png"]), ("en", ["loss.png"]), ("ja", ["loss.ja.png"]), ("fr", ["loss.png"]),
+    (None, ["loss.png"]), ("en", ["loss.png"]), ("ja", ["loss.ja.png"]),
     ("en,ja", ["loss.ja.png", "loss.png"]),
 ])
 def test_languages(asked, drawn, tmp_path, monkeypatch, capfd):

@@ -55,7 +55,7 @@ def test_lesson_toml_names_the_programs_of_its_folder(folder):
     programs_there = {path.stem for path in (ROOT / folder).glob("*.py") if "\ndef build_parser(" in path.read_text(encoding="utf-8")}
     (lesson,) = [lesson for lesson in lessons() if lesson.folder == folder]
     assert {program.name for program in lesson.programs} == programs_there
-    assert (ROOT / f"docs/lessons/{lesson.chapter}.md").exists()
+    assert all((ROOT / f"docs/lessons/{chapter}{language}.md").exists() for chapter in lesson.chapters for language in ("", ".ja"))
 
 
 @each_folder

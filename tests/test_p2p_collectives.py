@@ -3,45 +3,29 @@
 import json
 
 import pytest
+import torch
 
 from p2p_collectives import ring_allreduce, train
+from p2p_collectives.fast_ring import RingAllReduce
 from p2p_collectives.ring_allreduce_results import fit
+from p2p_collectives.shared_memory import SharedMemory, ring_all_gather, ring_reduce_scatter
 from p2p_collectives.train import DataPartitioner
-from tests.helpers import LIMIT_S, args_of, commands_in, results_of, running, script
+from tests.helpers import LIMIT_S, args_of, results_of, running, script
 
-README = "p2p_collectives/README.md"
 TRAIN = "p2p_collectives/train.py"
 
 
 def fails(main, folder, *given):
-    """Run a lesson, in which a worker makes a mistake: status 1."""
+    """Run a lesson in which a worker makes a mistake: status 1."""
     with pytest.raises(SystemExit, match="^1$"):
         main(["--output_dir", str(folder), *map(str, given)])
-
-
-# --- messages and collectives
-
-
-def test_demos(tmp_path):
-    """The README's first command."""
-    _, lines = results_of(script(*commands_in(README)[0][1:]), tmp_path)
-    assert lines[-1] == "19 operations on 4 ranks over gloo: every rank holds what it should"
 
 
 # --- rings
 
 
-def test_measured_rows_and_picture(tmp_path, capfd):
-    sizes = ("4096", "800000")
-    metrics = ring_allreduce.main(["--world_size", "2", "--sizes", *sizes, "--repeats", "3",
-                                   "--output_dir", str(tmp_path / "out")])
-    assert capfd.readouterr().err == ""
-    assert [row["bytes"] for row in metrics["rows"]] == [4096] * 4 + [800000] * 4
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bandwidth.png", "metrics.json"]
-
-
-def test_algorithms_take_turns(monkeypatch, tmp_path):
-    """A B A B, not A A B B; this process is a world of its own."""
+def test_algorithms_alternate(monkeypatch, tmp_path):
+    """The order is A B A B, not A A B B. This process is a world of its own."""
     for name, value in (("INIT_METHOD", f"file://{tmp_path}/store"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"),
                         ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
@@ -65,17 +49,26 @@ def test_a_wrong_sum_is_not_timed(monkeypatch, capfd, tmp_path):
     assert list(tmp_path.iterdir()) == []  # no metrics.json
 
 
-def test_no_model_has_a_negative_cost():
-    alpha, beta = fit([(6, 2**20, 0.1), (6, 2**21, 0.3)])
-    assert (alpha, beta) == (0, pytest.approx(2**20 * (100 + 400 / 9) / (10 + 20 / 3)))
+def test_a_column_is_refused():
+    """Gloo's all_reduce would sum other numbers. No group is needed: the refusal comes first."""
+    column, shared = torch.zeros(6, 2)[:, 0], SharedMemory.__new__(SharedMemory)
+    shared.small, shared.place = [torch.zeros(1, 2**17, dtype=torch.uint8)] * 2, 0
+    for collective in (ring_allreduce.ring_chunked, RingAllReduce.__new__(RingAllReduce), ring_reduce_scatter, ring_all_gather,
+                       shared.all_reduce, shared.reduce_scatter, shared.all_gather):
+        with pytest.raises(ValueError, match="must be contiguous"):
+            collective(column)
 
 
-def test_no_model_of_one_size():
-    assert fit([]) is None  # shared_memory.py with small sizes only, or between machines
-    assert fit([(6, 2**20, 0.1), (6, 2**20, 0.2)]) is None
-    assert fit([(6, 2**20, 0.1), (6, 2**21, 0.1 / 4)]) is None  # more bytes in less time
+@pytest.mark.parametrize(("points", "model"), [
+    ([(6, 2**20, 0.1), (6, 2**21, 0.3)], (0, pytest.approx(2**20 * (100 + 400 / 9) / (10 + 20 / 3)))),  # no negative alpha
+    ([(6, 2**20, 0.1), (6, 2**20, 0.2)], None),  # one size
+    ([(6, 2**20, 0.1), (6, 2**21, 0.1 / 4)], None),  # more bytes in less time
+], ids=range(3))
+def test_alpha_beta_model(points, model):
+    assert fit(points) == model
 
 
+# --- training
 # --- training
 
 
@@ -104,7 +97,7 @@ def test_training(tmp_path):
     """With its defaults."""
     folder, lines = results_of(script(TRAIN, "--world_size", 2), tmp_path)
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert metrics["test_accuracy"] >= 0.96
+    assert metrics["test_accuracy"] >= 0.94
     assert len(metrics["epochs"]) == 10
     assert metrics["epochs"][-1]["loss"] < 0.3 * metrics["epochs"][0]["loss"]
     assert lines[0].startswith("[rank0] epoch  1  test accuracy ")
@@ -113,7 +106,7 @@ def test_training(tmp_path):
 
 @pytest.mark.slow
 def test_resume_on_two_machines(free_port, tmp_path_factory):
-    """Manual launch; the checkpoint is where rank 0 is, and rank 1 has none."""
+    """In a manual launch, only the machine of rank 0 has the checkpoint."""
     machines = [tmp_path_factory.mktemp(name) for name in ("one", "other")]
     saved = ["--checkpoint", str(machines[0] / "run.pt"), "--output_dir", str(machines[0])]
     whole = train.main([*saved, "--epochs", "3"])
@@ -129,11 +122,11 @@ def test_resume_on_two_machines(free_port, tmp_path_factory):
     assert not (machines[1] / "run.pt").exists()
 
 
-# --- ways to meet
+# --- rendezvous
 
 
 def test_two_terminals(tmp_path):
-    """Manual launch; they meet in a file that both can write."""
+    """In a manual launch, the ranks meet in a file that both can write."""
     place = ["--method", "file", "--file", tmp_path / "shared", "--world_size", 2, "--master_addr", "localhost"]
     with running(script("p2p_collectives/init_methods.py", *place, "--rank", 1), tmp_path) as other:
         _, lines = results_of(script("p2p_collectives/init_methods.py", *place, "--rank", 0), tmp_path)

@@ -1,23 +1,14 @@
 """Tutorial 6_2."""
 
-import json
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
-import pytest
 import torch
 from torch import nn
 
 from model_parallel_resnet import single_machine
 from model_parallel_resnet import single_machine_results as results
 from model_parallel_resnet.data import require_split_sizes
-from tests.helpers import args_of, commands_in, results_of, script
-
-MAIN = "model_parallel_resnet/single_machine.py"
-README = "model_parallel_resnet/README.md"
-CPU_TWICE = [torch.device("cpu")] * 2
-SMALL = ["--batch_size", "4", "--image_size", "33"]
-PICTURES = ["mp_vs_rn.png", "mp_vs_rn_vs_pp.png", "split_size_tradeoff.png"]
+from tests.helpers import args_of
 
 
 def settled(folder, *flags):
@@ -37,9 +28,6 @@ class SmallResNet(nn.Module):
         self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(3, 5)
 
 
-# --- what it computes
-
-
 def test_each_half_is_on_its_device():
     """Without a second device to compute on: "meta" has no numbers, but it is another one."""
     devices = [torch.device("cpu"), torch.device("meta")]
@@ -49,9 +37,9 @@ def test_each_half_is_on_its_device():
     assert [toy.net1.weight.device, toy.net2.weight.device] == devices
 
 
-def test_micro_batches_overlap_by_one(monkeypatch):
+def test_micro_batches_overlap_by_one():
     """The second half of a micro-batch is queued before the first half of the next one: both may then run at once."""
-    calls, model = [], single_machine.PipelineParallelResNet50(SmallResNet(), CPU_TWICE, split_size=2)
+    calls, model = [], single_machine.PipelineParallelResNet50(SmallResNet(), [torch.device("cpu")] * 2, split_size=2)
     for half in ("seq1", "seq2"):
         getattr(model, half).register_forward_hook(lambda *_, half=half: calls.append(half))
     model(torch.randn(6, 3, 4, 4))
@@ -80,45 +68,7 @@ def test_split_sizes_that_do_not_fit_the_batch(tmp_path):
     assert (args.split_size, args.measured_sizes, left_out) == (3, [2, 3, 4], [])
 
 
-def test_each_bar_has_its_label(tmp_path, monkeypatch):
-    """The pictures show the rows under their own names."""
-    axes = MagicMock()
-    monkeypatch.setattr(results.picture, "in_each_language", lambda _, words, *__, **values: [
-        (axes, {name: text.format(**values) for name, text in words["en"].items()})])
-    ran = {"devices": CPU_TWICE, "split_size": 3, "batch_size": 5, "image_size": 33, "num_batches": 1}
-    rows = [{"split_size": size, "times_s": [seconds]} for size, seconds in ((None, 1.0), (None, 2.0), (3, 4.0),
-                                                                             (5, 8.0))]
-    results.plot([{**ran, "rows": rows}], SimpleNamespace(output_dir=tmp_path))
-    bars = [(label.splitlines()[0], height) for (labels, heights), _ in axes.bar.call_args_list
-            for label, height in zip(labels, heights, strict=True)]
-    alike = [("single device", 1.0), ("model parallel", 2.0)]
-    assert bars == [*alike, *alike, ("pipelined, split size 3", 4.0)]
-    assert axes.plot.call_args.args[:2] == ([3, 5], [4.0, 8.0])
-
-
-# --- the command
-
-
-@pytest.mark.slow
-def test_the_documented_command(tmp_path):
-    """With small flags: the numbers, the pictures, and what this hardware can show."""
-    command = next(command[1:] for command in commands_in(README) if MAIN in command)
-    folder, lines = results_of(script(*command, *SMALL, "--device", "cpu", "--num_repeat", 2, "--num_batches", 2),
-                               tmp_path)
-    assert "one device (cpu): nothing can overlap" in lines[0]
-    assert "left out: split sizes [5, 8, 10, 12, 20, 40, 60]" in lines[1]
-    assert lines[-1].startswith("ResNet50 on one device (cpu): model parallel takes ")
-    assert sorted(path.name for path in folder.iterdir()) == ["metrics.json", *PICTURES]
-    metrics = json.loads((folder / "metrics.json").read_text())
-    assert [row["split_size"] for row in metrics["rows"]] == [None, None, 1, 2, 3]
-    assert metrics["loss_after"] < 0.9 * metrics["loss_before"]
-    assert metrics["toy_loss_after"] < metrics["toy_loss_before"]
-    assert metrics["best_split_size"] in (1, 2, 3)
-    assert metrics["left_out"] == [5, 8, 10, 12, 20, 40, 60]
-    assert not metrics["can_overlap"]
-
-
-def test_the_clock_waits_for_the_gpus(tmp_path, monkeypatch):
+def test_the_clock_waits_for_the_gpus(monkeypatch):
     """Kernels may still be in the queue when `train` returns."""
     events = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda of_half: events.append(str(of_half)))

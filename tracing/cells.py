@@ -13,10 +13,10 @@ def _cells() -> dict[str, list]:
     """Read `{"rpc_rl/main.py::Policy.forward": ["6_5", 6, heading]}` out of docs/walk."""
     cells = {}
     for walk in sorted((ROOT / "docs" / "walk").glob("*.json")):
-        chapter, heading = "_".join(walk.stem.split("_")[:2]), ""
+        chapter, heading = walk.stem, ""
         for row in json.loads(walk.read_text(encoding="utf-8")):
             heading = row.get("heading", heading)
-            for name in filter(None, row.get("names", {}).values()):  # "" is of what is left out
+            for name in row["here"]:
                 cells.setdefault(name, [chapter, row["cell"], heading])
     return cells
 
