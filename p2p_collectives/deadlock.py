@@ -31,7 +31,7 @@ With DETAIL, torch compares the collectives of all ranks before each call. For o
 other_shape it raises an error at once, which says how they differ. Without DETAIL, the run ends
 with status 1 within `--timeout` (here 5 s by default) + 10 s. It prints where every rank waits, and
 its last line is like this one:
-    error: rank 1 (rank1) has waited for 5 s at FILE:LINE, `code`; stopped 1 other process
+    error: rank 1 (rank1) has waited for 5 s at FILE:LINE, `code`
 """
 
 from argparse import Namespace

@@ -59,5 +59,5 @@ MUTANTS = [
     Mutant("wait forgotten", MAIN, "        dist.recv(slices[rank - step - 1], left)\n        send_req.wait()\n",
            "        dist.recv(slices[rank - step - 1], left)\n", check="requests"),
     Mutant("a round is missing", MAIN, "for repeat in range(args.repeats + 1):", "for repeat in range(args.repeats):",
-           check="by shared_memory"),
+           check="by shared_memory|error"),
 ]

@@ -67,7 +67,7 @@ MUTANTS = [
            "            weights = {n: w + 0 * p for (n, w), p in zip(self.weights.items(), self.model.parameters())}\n",
            check="staleness"),
     mutant("one module for all trainers", ASYNC,
-           "self.nets[trainer - 1]", "self.nets[0]", check="weights|gradients|error"),
+           "self.nets[trainer - 1]", "self.nets[0]", check="losses|gradients|staleness|error"),
     mutant("nobody waits for a turn", MAIN, "        self.lock.acquire()\n", "        self.lock.acquire(blocking=False)\n",
            check="turns|error"),
     mutant("the turn is over before the step", MAIN,
