@@ -6,11 +6,13 @@ import re
 import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -194,6 +196,18 @@ def unused_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def write_mnist(folder, counts):
+    """Write so many images and labels as MNIST's files, unpacked; return their folder."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, count in counts.items():
+        pixels = np.arange(count * 28 * 28, dtype=np.uint8).tobytes()
+        labels = (np.arange(count, dtype=np.uint8) % 10).tobytes()
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, count, 28, 28) + pixels)
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels)
+    return raw
 
 
 def errors_of(stderr):

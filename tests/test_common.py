@@ -7,7 +7,6 @@ import json
 import math
 import os
 import string
-import struct
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,8 @@ from common.vision import import_torchvision
 import numpy as np
 import pytest
 import torch
+
+from tests.helpers import write_mnist
 
 MACHINE = {"cpu_count": 2, "device": "cpu", "torch": "2.13.0+cpu"}
 WORDS = {"en": {"title": "Loss of {n}", "x": "epoch", "y": "loss (nats)", "mean": "their mean"},
@@ -52,17 +53,6 @@ def test_digits():
     assert torch.equal(again.tensors[0], images)
     seen = {tuple(image.flatten().tolist()) for image in images}
     assert not any(tuple(image.flatten().tolist()) in seen for image in test.tensors[0])
-
-
-def write_mnist(folder, counts):
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name, count in counts.items():
-        pixels = np.arange(count * 28 * 28, dtype=np.uint8).tobytes()
-        labels = (np.arange(count, dtype=np.uint8) % 10).tobytes()
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, count, 28, 28) + pixels)
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels)
-    return raw
 
 
 def test_mnist_that_is_there(tmp_path):
@@ -282,7 +272,7 @@ def tables():
                     yield from found(inner)
 
     files = [str(path.relative_to(ROOT)) for lesson in lessons() for path in (ROOT / lesson.folder).glob("*results.py")]
-    for path in [*files, "tracing/page.py", "common/picture.py"]:
+    for path in [*files, "tracing/timeline.py", "common/picture.py"]:
         module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
         for name in ("WORDS", "TIMELINE_TITLE", "CAPTIONS"):
             for table in found(getattr(module, name, None)):

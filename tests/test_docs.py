@@ -39,8 +39,8 @@ def test_a_command_is_one_of_its_program(command, file, monkeypatch, tmp_path):
     path, *flags = [PLACEHOLDERS.get(word, word) for word in shlex.split(command) if word != "..."]
     monkeypatch.chdir(tmp_path)
     module = BY_PATH[path].module()
-    monkeypatch.setattr(module, "run_program", lambda *_, **__: None)
-    if {"--resume", "--corpus", "--data_dir", "--devices", "--local-rank=0", "--master_addr"} & {*flags}:  # files, GPUs, names
+    monkeypatch.setattr(module, "run_program", lambda *_, **__: None, raising=False)
+    if path.endswith("single_machine.py") or {"--resume", "--corpus", "--data_dir", "--devices", "--local-rank=0", "--master_addr"} & {*flags}:  # files, GPUs, names
         assert "--local-rank=0" in flags or module.build_parser().parse_known_args(flags)[1] == []
     else:
         module.main(flags)
