@@ -151,7 +151,8 @@ def merged(lesson: str, qualified: str, file: Path) -> str:
                "'exec'), globals())")
     lines[first - 1 : last] = [""] * (last - first + 1)
     if outer:  # into the namespace of the file first: helpers and imports belong there
-        lines[first - 1] = " " * indent + f"{execute}; {name} = globals().pop({name!r})"
+        named = f"getattr({name}, '__func__', {name}).__qualname__ = {qualified!r}"  # to be pickled
+        lines[first - 1] = f"{' ' * indent}{execute}; {name} = globals().pop({name!r}); {named}"
     else:
         lines[first - 1] = execute
     return "\n".join(lines)

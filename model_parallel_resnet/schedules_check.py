@@ -113,6 +113,7 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
         by_rank(ours, key), by_rank(theirs, key)))
     found.equal("steps", [len(of_rank) for of_rank in ours], [len(alone)] * world_size,
                 "of the optimizer", "rank")
+    found.equal("schedule", [metrics["schedule"] == args.schedule], [True], "in the metrics", "run")
     if args.schedule in KEPT:
         found.equal("in flight", by_rank(ours, "in flight"),
                     [{f"rank {rank}": KEPT[args.schedule](rank, step["splits"])

@@ -15,7 +15,7 @@ WORDS = {
            "x": "split size (images in a micro-batch)", "y": "seconds (training steps: {steps})",
            "pipeline": "pipeline", "single device": "single device",
            "model parallel": "model parallel: {slower:+.0%} time (tutorial: +7%)",
-           "one": "Median of {repeats} repeats with their range"},
+           "one": "Median and range (repeats: {repeats})"},
     "ja": {"title": "分割サイズ{devices}\nResNet50、{pixels}×{pixels}の画像{batch_size}枚",
            "overlap": "（デバイス2個：前半と後半が重なりうる）",
            "costs": "（デバイス1個：処理は重ならず、分割のコストだけが見える）",

@@ -39,7 +39,7 @@ from param_server.async_server import AsyncParameterServer
 EPOCHS, BATCHES, BATCH_SIZE = 2, 2, 8  # batches of each trainer in an epoch, of 8 images at most
 TEST_IMAGES = 510  # more than one batch of `get_accuracy`
 PAUSE_S, HOLD_S = 0.01, 0.5  # in which another trainer comes in, unless it has to wait
-WAIT_S = 10.0  # longest wait for what other trainers may do
+WAIT_S = 30.0  # longest wait for what other trainers may do
 STEPS_BETWEEN = 2  # by other trainers, while trainer1 makes its first forward
 DOUBLE = "double precision"
 Draw = tuple[int, int, str]  # rank of the trainer, number of its step, dropout layer

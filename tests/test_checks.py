@@ -4,6 +4,7 @@ What a program takes from its default, and not from its flag, differs from the s
 """
 
 import importlib
+import re
 
 from common.lessons import programs
 from common.program import belonging_to
@@ -60,16 +61,17 @@ def reached(program, row, monkeypatch):
     return stop.value.args[0]
 
 
+def flags_of(program):
+    """The flags of a program that could change what it computes."""
+    return {*re.findall(r"^  (--\w+)", program.module().build_parser().format_help(), re.MULTILINE)} - {f"--{name}" for name in PLACE}
+
+
 @pytest.mark.parametrize("program", programs(), ids=str)
 def test_every_flag_is_compared(program, monkeypatch):
     """At least one row gives it a value that is not its default, and the ranks start with that value."""
     known = NOT_COMPARED | program.not_compared
     usual, *rows = (reached(program, row, monkeypatch) for row in ["", *program.check])
-    flags = {f"--{name}" for name in vars(program.module().build_parser().parse_args([])) if name not in PLACE | INTERNAL}
+    flags = flags_of(program)
     for flag in flags - known.keys():
         assert any(vars(row)[flag[2:]] != vars(usual)[flag[2:]] for row in rows), f"no row of {program} varies {flag}"
     assert not program.not_compared.keys() - flags, "not_compared names a flag that is gone"
-
-
-# What Parser adds to the flags.
-INTERNAL = {"example", "checkpoint_rank", "default_master_addr", "settings"}

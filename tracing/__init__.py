@@ -1,11 +1,11 @@
-"""Record a run of any program from outside of it: `python -m tracing PROGRAM`.
+"""Record a run of any program from outside: `python -m tracing PROGRAM FLAGS`.
 
-    record.py      the command: wraps the program while it runs, writes the files in the end
-    messages.py    in each process: calls, sends, collectives, RRefs, futures, to a file of its own
-    work.py        in each process: what it computes, to the same file
-    timeline.py    kinds of spans and their colours; the line of the lesson in which a process is
+    record.py      the command: wraps the program while it runs, writes the results at the end
+    messages.py    in each process: calls, sends, collectives, RRefs, futures
+    work.py        in each process: what it computes
+    events.py      in each process: the file of what these two record
+    places.py      the line of the lesson, and the tutorial's cell
     merge.py       the files of all processes put together: which call a message answers
-    page.py        the picture, and the trace for Perfetto
+    timeline.py    the picture, timeline.png
     replay.py      the page, replay.html
-    cells.py       the tutorial's cell that a line belongs to
 """

@@ -1,40 +1,33 @@
-"""19 勾配のreduce-scatter / The reduce-scatter of gradients (transformer_parallel/zero.py)."""
+"""19 勾配を分けて持つ / Sharded gradients (transformer_parallel/zero.py)."""
 
 import torch
 import torch.distributed as dist
 
 
 def scatter_gradients(self) -> None:
-    """ユニットの勾配を全ランクで平均し、このランクの受け持つ部分だけを残します。
+    """ユニットの勾配を全ランクで平均し、このランクの部分だけを残します。
 
-    ユニット（1つのブロックなど）の勾配がすべて求まると、バックワードパスの途中で呼ばれます。
-    self: `Unit`。
-        `self.parameters`: ユニットのパラメーターのリスト。`grad`には、このランクの行から求めた
-            勾配が入っています。
-        `self.whole`: 全パラメーターの重みを並べた1本のベクトル。長さがランク数で割り切れるように、
-            末尾に0を足してあります。
-        `self.pieces(ベクトル)`: `self.whole`と同じ長さのベクトルを、各パラメーターと同じ形の
-            ビューに分けたリスト（`self.parameters`と同じ順）。書き換えると、ベクトルも変わります。
-        `self.part`: `self.whole`をランク数に等分したうちの、このランクの部分。オプティマイザーは
-            これだけを更新し、その勾配を`self.part.grad`から読みます。
-        `self.size`: ランク数。
-    戻り値はありません。終わったとき、`self.part.grad`（形は`self.part`と同じ）にはこのランクの
-    部分の勾配の平均が入り、パラメーターの`grad`はすべてNoneになっています。
+    `self.parameters`: ユニットのパラメーターのリスト。`grad`は、このランクの行から求めた勾配です。
+    `self.whole`: 全パラメーターの重みを並べたベクトル。長さがランク数で割り切れるように、末尾に0が
+        足してあります。
+    `self.pieces(ベクトル)`: 同じ長さのベクトルの、各パラメーターと同じ形のビューのリスト。ビューに
+        書き込むと、ベクトルが変わります。
+    `self.part`: `self.whole`をランク数に等分したうちの、このランクの部分。
+    `self.size`: ランク数。
+    終わったとき、`self.part.grad`（形は`self.part`と同じ）はこの部分の勾配の平均で、パラメーターの
+    `grad`はすべてNoneです。
 
-    Average a unit's gradients over the ranks, and keep this rank's part alone.
+    Average a unit's gradients over the ranks, and keep this rank's shard only.
 
-    Called in the middle of backward, when all gradients of a unit, such as a block, are there.
-    self: the `Unit`.
-        `self.parameters`: a list of the unit's parameters. Their `grad` are of this rank's rows.
-        `self.whole`: the weights of all parameters, one vector; zeros at its end make it a multiple
-            of the number of ranks.
-        `self.pieces(vector)`: the views of a vector that is as long as `self.whole`, in the shapes
-            and the order of `self.parameters`. To change a view changes the vector.
-        `self.part`: this rank's part of `self.whole`, which is cut into as many equal parts as
-            there are ranks. The optimizer steps it alone, by `self.part.grad`.
-        `self.size`: the number of ranks.
-    Returns nothing. Afterwards `self.part.grad`, of the shape of `self.part`, is the mean of the
-    ranks' gradients of this part, and the `grad` of all parameters are None.
+    `self.parameters`: List of the unit's parameters. Each `grad` comes from this rank's rows.
+    `self.whole`: Vector of the weights of all parameters. Zeros at its end make its length a
+        multiple of the number of ranks.
+    `self.pieces(vector)`: List of views of a vector of this length, in the shapes of the
+        parameters. Writing to a view changes the vector.
+    `self.part`: This rank's shard of `self.whole`, which is split into equal shards.
+    `self.size`: Number of ranks.
+    Afterwards, `self.part.grad` (in the shape of `self.part`) is the mean of the ranks' gradients
+    of this shard, and each parameter's `grad` is None.
     """
     gradients = torch.zeros_like(self.whole)
-    # ここに書きます（6行ほど）。 / Your lines go here (about six).
+    # ここに書きます（6行ほど）。 / Write here (about six lines).

@@ -10,7 +10,7 @@ from pathlib import Path
 from common.lessons import programs
 
 from tests.mutants import ROOT, Mutant
-from tests.test_checks import INTERNAL, NOT_COMPARED, PLACE
+from tests.test_checks import NOT_COMPARED, flags_of
 
 ELSEWHERE = ("check", "comparison", "results", "require", "parser", "main", "finish")  # files and functions
 # What stands in a line whose flag changes no number: a bar, threads, what is made and not used, a shorter
@@ -56,8 +56,7 @@ def mutants_of(program):
     others = [other.relative_to(ROOT) for other in sorted((ROOT / path).parent.glob("*.py"))
               if path.stem == "main" and f"{path.parent}.{other.stem}" not in PROGRAMS
               and not any(word in other.stem for word in ELSEWHERE)]
-    compared = {name for name, value in defaults.items() if value is not None and name not in PLACE | INTERNAL
-                and f"--{name}" not in NOT_COMPARED | program.not_compared}
+    compared = {flag[2:] for flag in flags_of(program) - {*NOT_COMPARED, *program.not_compared} if defaults[flag[2:]] is not None}
     for file in [path, *others]:
         text = (ROOT / file).read_text(encoding="utf-8")
         for name, number, source in dict.fromkeys(places(text, compared)):
