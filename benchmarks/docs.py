@@ -12,6 +12,7 @@ In a page, in either language (`*.ja.md` is Japanese):
     <!-- replay rpc_rl -->...<!-- end -->         a link to its messages, step by step
     <!-- map 6_5 -->...<!-- end -->               the cell index, from docs/walk/6_5.json
     <!-- lessons all -->...<!-- end -->           the table of lessons, from lesson.toml
+    <!-- exercises all -->...<!-- end -->         the table of exercises, from exercises/texts/
 """
 
 import ast
@@ -19,6 +20,7 @@ import json
 import os
 import re
 import textwrap
+import tomllib
 from operator import itemgetter
 from pathlib import Path
 
@@ -28,20 +30,25 @@ from common.lessons import lessons
 
 from benchmarks import outputs
 
-MARKED = re.compile(r"(<!-- (=|code|output|replay|map|lessons) ([^>]*?) -->)(.*?)(<!-- end -->)",
-                    re.DOTALL)
+KINDS = "=|code|output|replay|map|lessons|exercises"
+MARKED = re.compile(rf"(<!-- ({KINDS}) ([^>]*?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 CELLS = r"(?:[Cc]ells? |セル)(\d[\d〜、]*(?:(?:,| to| and) \d+)*)"  # in a heading: "Cells 4 to 6"
 NOT_MEASURED = "–"
 WORDS = {  # column titles and cells of the tables
     "en": {"cell": "cell", "first words": "its first words", "point": "the point, or the bug",
            "here": "here", "lesson": "lesson", "guide": "beside the notebook",
-           "teaches": "what it teaches",
+           "teaches": "what it teaches", "number": "no.", "exercise": "exercise",
+           "chapter": "chapter and cell, or program", "kind": "kind", "minutes": "minutes",
+           "afternoon": "afternoon", "write": "write", "fix": "fix", "predict": "predict",
            "picture": "![What each process does over time, in a recorded run; the arrows are "
                       "messages]({picture})",
            "replay": "**Message by message**, in `replay.html`: `{command}` "
                      "([a recorded run]({link}))"},
     "ja": {"cell": "セル", "first words": "書き出し", "point": "要点・不具合", "here": "ここでは",
            "lesson": "レッスン", "guide": "ノートブックの解説", "teaches": "学ぶこと",
+           "number": "番号", "exercise": "問題", "chapter": "章とセル、またはプログラム",
+           "kind": "種類", "minutes": "分", "afternoon": "半日コース", "write": "書く",
+           "fix": "直す", "predict": "予測する",
            "picture": "![記録した実行での各プロセスの動き。矢印はメッセージ]({picture})",
            "replay": "**1通ずつたどる**（`replay.html`）：`{command}`"
                      "（[記録の例]({link})）"},
@@ -63,6 +70,7 @@ def written(page):
             return begin + number(what, language) + end
         made = {"map": lambda: map_of(what, language, page),
                 "lessons": lambda: table_of_lessons(language, page),
+                "exercises": lambda: table_of_exercises(language),
                 "code": lambda: definition(what, page.parent),
                 "output": lambda: printed(*what.split()),
                 "replay": lambda: replay(what, language, page.parent)}[kind]()
@@ -122,6 +130,21 @@ def table_of_lessons(language: str, page: Path) -> str:
         text = lesson.ja if language == "ja" else lesson.en
         lines.append(f"| {lesson.start} | {folder} | {guides} | {text} |")
     return "\n".join(lines).replace("(./", "(")
+
+
+def table_of_exercises(language: str) -> str:
+    """Return the table of the workbook's exercises; the path of an afternoon is marked."""
+    words = WORDS[language]
+    head = (words["number"], words["exercise"], words["chapter"], words["kind"], words["minutes"],
+            words["afternoon"])
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for path in sorted(ROOT.glob("exercises/texts/*.toml")):
+        one = tomllib.loads(path.read_text(encoding="utf-8"))
+        where = f"{one['chapter']}, {one['cell']}" if "cell" in one else one["chapter"]
+        title = f"[{one[language]['title']}](stubs/{path.stem}.py)"
+        lines.append(f"| {path.stem[:2]} | {title} | {where} | {words[one['kind']]} | "
+                     f"{one['minutes']} | {one.get('afternoon', '')} |")
+    return "\n".join(lines)
 
 
 def sections_of(text):
