@@ -15,7 +15,7 @@ WORDS = {
     "en": {"title": "DDP and RPC in one model: {trainers} trainers, one table of {rows:,} rows",
            "x": "epoch", "y": "loss (nats)", "y2": "accuracy (%)", "loss": "training loss",
            "accuracy": "accuracy on new batches", "chance": "guessing among {classes} classes"},
-    "ja": {"title": "DDPとRPCを組み合わせたモデル：トレーナー{trainers}個、{rows:,}行のテーブル1つ",
+    "ja": {"title": "DDPとRPCを組み合わせたモデル：トレーナー{trainers}つ、{rows:,}行のテーブル1つ",
            "x": "エポック", "y": "損失（ナット）", "y2": "正解率（%）", "loss": "訓練の損失",
            "accuracy": "新しいバッチでの正解率", "chance": "{classes}クラスから当て推量した場合"},
 }

@@ -2,27 +2,26 @@
 
 
 def predict(schedule, n_ranks, micro_batches, what):
-    """パイプラインのバブル、または一度に抱えるマイクロバッチの数を予測します。
+    """パイプラインのバブルか、同時に持つマイクロバッチの数を予測します。
 
-    schedule: "gpipe"（フォワードをすべて終えてから、バックワードをすべて行う）、"1f1b"（できるだけ
-        早くバックワードを始める）、"interleaved"（各ランクが、半分の長さのステージを2つ持つ）のいずれか。
-    n_ranks: ランクの数n。"gpipe"と"1f1b"では、ステージの数でもあります。
-    micro_batches: マイクロバッチの数m。どのランクでも、バックワードにはフォワードの2倍の時間が
-        かかり、通信の時間は0とします。
-    what: "bubble"なら、1つのランクが全体の時間のうち待っている割合（0から1）。"in flight"なら、
-        フォワードを終えてバックワードを待つマイクロバッチの数の最大（一番多いランクの値）。
-    戻り値: 割合、または個数。
+    schedule: "gpipe"（すべてのフォワードパスの後に、すべてのバックワードパス）、"1f1b"（できるだけ早く
+        バックワードパスを始める）、"interleaved"（各ランクに、長さが半分のステージが2つ）のいずれか。
+    n_ranks: ランク数n。
+    micro_batches: マイクロバッチの数m。
+    what: "bubble"なら、1つのランクが待っている時間が全体の時間に占める割合（0から1）。"in flight"なら、
+        フォワードパスが終わり、バックワードパスがまだのマイクロバッチの数（一番多いときの、一番多い
+        ランクの値）。
+    バックワードパスにはフォワードパスの2倍の時間がかかり、通信には時間がかからないとします。
 
-    Predict the bubble of a pipeline, or how many micro-batches it holds at a time.
+    Predict the bubble of a pipeline, or the number of micro-batches that it holds.
 
-    schedule: "gpipe" (all forwards, then all backwards), "1f1b" (a backward as soon as there can be
-        one), or "interleaved" (each rank has two stages, of half the length).
-    n_ranks: n, the number of ranks; of "gpipe" and "1f1b" the number of stages, too.
-    micro_batches: m. On all ranks a backward takes twice as long as a forward, and it takes no time
-        to communicate.
-    what: "bubble", for the share of the whole time in which a rank waits, from 0 to 1; or "in
-        flight", for the most micro-batches that have passed forward and wait for backward, on the
-        rank that has the most.
-    Returns the share, or the number.
+    schedule: "gpipe" (all forwards, then all backwards), "1f1b" (backwards as early as possible),
+        or "interleaved" (two stages of half the length on each rank).
+    n_ranks: Number of ranks, n.
+    micro_batches: Number of micro-batches, m.
+    what: "bubble" for the fraction of the whole time in which a rank is idle (0 to 1), or
+        "in flight" for the largest number of micro-batches between their forward and their
+        backward, on the rank with the most.
+    A backward takes twice as long as a forward, and communication takes no time.
     """
     return 0

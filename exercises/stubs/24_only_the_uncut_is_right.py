@@ -1,4 +1,4 @@
-"""24 分割していない重みだけが正しい / Only what is not cut is right (mesh.py)."""
+"""24 分割していない重みだけが正しい / Only the unsplit weights are right (mesh.py)."""
 
 import torch.distributed as dist
 
@@ -6,16 +6,19 @@ import torch.distributed as dist
 def finish_gradients(self) -> None:
     """バックワードパスの後に、勾配を平均します。どこかに誤りがあります。
 
-    self: `DataTensor`か`DataPipeline`。ランクは格子に並び、同じ行のランクがモデル1つ分を分け合い、
-        バッチの同じ部分を見ます。`self.model`はこのランクにある部分、`self.size`は全ランクの数です。
-        `self.column`は同じ列にあるランクの、`self.group`は同じ行にあるランクのグループです。
+    ランクは格子に並びます。同じ行のランクは、モデル1つを分け合い、バッチの同じ部分を見ます。
+    `self.model`: モデルのうち、このランクが持つ部分。
+    `self.size`: 全ランクの数。
+    `self.column`: 同じ列にあるランクのグループ。
+    `self.group`: 同じ行にあるランクのグループ。
 
-    Average the gradients when backward is over. There is a mistake in here.
+    Average the gradients after the backward pass. There is a mistake in here.
 
-    self: a `DataTensor` or a `DataPipeline`. The ranks are laid out as a grid: those of a row have
-        the model once, in parts, and see the same part of the batch. `self.model` is the part that
-        is here; `self.size`, the number of all ranks; `self.column`, the group of the ranks in the
-        same column; `self.group`, of those in the same row.
+    The ranks form a grid. The ranks of a row share one model, and see the same part of the batch.
+    `self.model`: The part of the model that this rank has.
+    `self.size`: Number of all ranks.
+    `self.column`: Group of the ranks in the same column.
+    `self.group`: Group of the ranks in the same row.
     """
     for parameter in self.model.parameters():
         dist.all_reduce(parameter.grad)
