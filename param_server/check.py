@@ -2,7 +2,7 @@
 
 `record` runs the program itself in its own processes, for two short epochs. On the server it sees
 what each forward reads, each gradient, and the weights after each step. Two things differ from run
-to run: which trainer comes next, and in which order dropout draws from the server's generator. The
+to run: which trainer steps next, and in which order dropout draws from the server's generator. The
 single process follows the recorded orders, and `compare` compares its numbers with the recorded
 ones. It finds the staleness of a gradient by itself: it looks up the weights that each forward has
 read among the weights after each step.
@@ -38,7 +38,7 @@ from param_server.async_server import AsyncParameterServer
 
 EPOCHS, BATCHES, BATCH_SIZE = 2, 2, 8  # batches of each trainer in an epoch, of 8 images at most
 TEST_IMAGES = 510  # more than one batch of `get_accuracy`
-PAUSE_S, HOLD_S = 0.01, 0.5  # in which another trainer comes in, unless it has to wait
+PAUSE_S, HOLD_S = 0.01, 0.5  # in which another trainer acts, unless it has to wait
 WAIT_S = 30.0  # longest wait for what other trainers may do
 STEPS_BETWEEN = 2  # by other trainers, while trainer1 makes its first forward
 DOUBLE = "double precision"
@@ -307,7 +307,7 @@ def let_others_step(args: Namespace) -> None:
     if recording.overlap is not None:
         return
     before = len(recording.steps)
-    # Their last forwards come later, and one must be left for the end of this wait.
+    # Their last forwards follow later, and one must be left for the end of this wait.
     of_others = (args.world_size - 2) * (EPOCHS * BATCHES - 1) - 1
     possible = max(0, min(STEPS_BETWEEN, of_others - before))
     recording.overlap = possible, 0

@@ -1,32 +1,29 @@
 """01 速すぎる訓練時間 / Times that are too good (6_2, model_parallel_resnet/single_machine.py)."""
 
+import argparse
 import time
+
+from common import report
 
 import torch
 from torch import nn
 
+from model_parallel_resnet.single_machine import synchronize, train
+
 
 def time_training(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
                   args: argparse.Namespace) -> tuple[float, list[float]]:
-    """訓練にかかる時間を測ります。どこかに誤りがあります。
+    """訓練の時間を測り、秒数と損失のリストを返します。誤りが1つあります。
 
-    model: 訓練するモデル。
-    inputs, labels: 1つのバッチ。
-    args: コマンドラインの値。`args.devices`は2つのデバイスです。
-    `train(model, inputs, labels, args)`は数ステップ訓練し、損失のリストを返します（損失はデバイスの
-    上のテンソルです）。`synchronize(devices)`は、デバイスに渡した計算がすべて終わるまで待ちます
-    （CPUでは何もしません）。
-    戻り値: 秒数と、損失（小数）のリスト。
+    `args.devices`は2つのデバイスで、モデルの半分ずつがあります。`train`は数ステップ訓練し、損失
+    （テンソル）のリストを返します。`synchronize`は、渡したリストのデバイスの計算が終わるまで待ちます。
+    時計は`time.perf_counter()`で読みます。検証はこの名前を見ています。
 
-    Measure how long a training takes. There is a mistake in here.
+    Time a training run; return the seconds and the losses. It contains one mistake.
 
-    model: what is trained.
-    inputs, labels: one batch.
-    args: the flags, with the two devices `args.devices`.
-    `train(model, inputs, labels, args)` makes some steps, and returns a list of losses, tensors on
-    their device. `synchronize(devices)` waits until the devices have computed all they were given
-    (on CPUs it does nothing).
-    Returns the seconds, and the losses as a list of numbers.
+    `args.devices` are two devices, each with one half of the model. `train` makes some steps and
+    returns a list of losses (tensors). `synchronize` waits until all devices of a list have
+    finished. Read the clock with `time.perf_counter()`: the check watches this name.
     """
     synchronize(args.devices)
     start = time.perf_counter()

@@ -1,25 +1,26 @@
 """02 離れていくレプリカ / Replicas that drift (6_3, ddp_basic/main.py)."""
 
+import argparse
+
+from common import report
+
 import torch
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ddp_basic.data import toy_samples
 
 
 def train(ddp_model: DDP, rank: int, device: torch.device,
           args: argparse.Namespace) -> list[float]:
-    """DDPで包まれたモデルを訓練します。どこかに誤りがあります。
+    """DDPで包まれたモデルを訓練し、各ステップの前と最後の損失を返します。誤りが1つあります。
 
-    ddp_model: DDPで包まれたモデル。
-    rank, device: このランクの番号と、出力のデバイス。
-    args: コマンドラインの値。`args.steps`はステップ数、`args.lr`は学習率です。
-    `toy_samples(rank, args.seed)`は、このランクのサンプル（入力(n, 10)とラベル(n, 5)）を返します。
-    戻り値: このランクの損失のリスト（各ステップの前と、最後）。
+    `toy_samples(rank, args.seed)`は、このランクの入力(20, 10)とラベル(20, 5)を返します。
 
-    Train a model that is wrapped into DDP. There is a mistake in here.
+    Train a model that is wrapped in DDP; return the loss before each step and at the end. It
+    contains one mistake.
 
-    ddp_model: the model in DDP.
-    rank, device: the number of this rank, and where the outputs are.
-    args: the flags, with `args.steps` and the learning rate `args.lr`.
-    `toy_samples(rank, args.seed)` gives this rank's samples: inputs (n, 10) and labels (n, 5).
-    Returns this rank's losses, a list: before each step, and at the end.
+    `toy_samples(rank, args.seed)` returns this rank's samples: inputs (20, 10), labels (20, 5).
     """
     loss_fn = nn.MSELoss()
     optimizer = optim.SGD(ddp_model.parameters(), lr=args.lr)

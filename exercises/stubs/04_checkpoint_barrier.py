@@ -1,17 +1,21 @@
 """04 ときどき見つからないファイル / A file that is sometimes missing (6_3, ddp_basic/main.py)."""
 
+import argparse
+import os
+
+from common.session import device_for
+
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ddp_basic.main import ToyModel, gpu_of, train
 
 
 def demo_checkpoint(rank: int, world_size: int, args: argparse.Namespace) -> list[float]:
-    """ランク0が保存し、全ランクが読み込み、読み込んだモデルを訓練します。どこかに誤りがあります。
+    """ランク0が保存し、全ランクが読み込んで訓練し、損失のリストを返します。誤りが1つあります。
 
-    戻り値: このランクの損失のリスト（各ステップの前と、最後）。
-
-    Save on rank 0, load on all, train what was loaded. There is a mistake in here.
-
-    Returns this rank's losses, a list: before each step, and at the end.
+    Save on rank 0, load on all ranks, train, and return the losses. It contains one mistake.
     """
     device = device_for(args.device)
     torch.manual_seed(args.seed)

@@ -1,27 +1,24 @@
-"""06 一部のランクが来ない集合通信 / Not everyone comes (6_4, p2p_collectives/main.py)."""
+"""06 一部のランクが来ない集合通信 / A collective that some ranks skip (6_4, p2p_collectives)."""
 
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
+from p2p_collectives.main import Outcome
+
 
 def run_all_reduce(rank: int, size: int, device: torch.device) -> Iterator[Outcome]:
-    """ランク0と1だけで和を求めます。どこかに誤りがあります。
+    """ランク0と1だけで和を求めます。誤りが1つあります。
 
-    rank, size: このランクの番号と、ランクの数。
-    device: テンソルを置くデバイス。
-    `yield Outcome(操作, 説明, 前, 後)`で、テンソル（形は(1,)）の通信の前後の値を報告します。
+    `yield Outcome(操作, 説明, 前, 後)`で、通信の前と後のテンソルを報告します。
 
-    Sum over ranks 0 and 1 alone. There is a mistake in here.
+    Add up over ranks 0 and 1 only. It contains one mistake.
 
-    rank, size: the number of this rank, and how many there are.
-    device: where the tensors are.
-    `yield Outcome(operation, words, before, after)` reports a tensor of shape (1,) before and after
-    the sum.
+    `yield Outcome(operation, words, before, after)` reports the tensor before and after it.
     """
     tensor = torch.ones(1, device=device)
     before = tensor.clone()
     if rank in (0, 1):
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
-    yield Outcome("all_reduce in [0, 1]", "the others take no part", before, tensor)
+    yield Outcome("all_reduce in [0, 1]", "the other ranks take no part", before, tensor)

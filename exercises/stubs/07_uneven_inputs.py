@@ -1,24 +1,27 @@
-"""07 ステップの数が違うランク / A rank with one step more (6_4, p2p_collectives/train.py)."""
+"""07 ステップの数が違うランク / A rank with one more step (6_4, p2p_collectives/train.py)."""
 
-import math
+from argparse import Namespace
 
-import torch
+from common.data import load_data
+
 import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+from p2p_collectives.data import steps_of_epoch
+from p2p_collectives.train import DataPartitioner, Partition
 
 
 def partition_dataset(args: Namespace) -> tuple[Partition, list[int], TensorDataset]:
-    """このランクの分、各ステップの全ランクのサンプル数、テスト用データを返します。どこかに誤りがあります。
+    """このランクの分担、各ステップの全ランクのサンプル数、テストデータを返します。誤りが1つあります。
 
-    args: コマンドラインの値。`global_batch_size`は、1ステップの全ランクのサンプル数（平均）。
-    `steps_of_epoch(partitions, global_batch_size)`は、各ランクの位置のリスト`partitions`から、
-    各ステップの全ランクのサンプル数を求めます。リストの長さがステップの数です。
+    `steps_of_epoch(partitions, global_batch_size)`は、各ランクの位置のリストから、各ステップの
+    全ランクのサンプル数のリストを求めます。リストの長さがステップの数です。
 
-    Return this rank's part, how many samples all ranks have in each step, and the test set. There
-    is a mistake in here.
+    Return this rank's part, the samples of all ranks in each step, and the test set. It contains
+    one mistake.
 
-    args: the flags. `global_batch_size` is how many samples all ranks have in a step, on average.
-    `steps_of_epoch(partitions, global_batch_size)` computes from the positions of each rank how
-    many samples all ranks have in each step; the list has an entry for each step.
+    `steps_of_epoch(partitions, global_batch_size)` computes, from the positions of each rank, the
+    number of samples of all ranks in each step. Its list has one entry for each step.
     """
     dataset, test_set = load_data(args)
     size = dist.get_world_size()

@@ -1,24 +1,20 @@
-"""08 勾配の平均 / The average of the gradients (6_4, p2p_collectives/train.py)."""
+"""08 勾配を平均する / Average the gradients (6_4, p2p_collectives/train.py)."""
 
 import torch.distributed as dist
 from torch import nn
 
 
-def average_gradients(model: nn.Module, share: float):
+def average_gradients(model: nn.Module, share: float) -> None:
     """全ランクの勾配を、サンプル数の割合で重み付けして平均します。
 
-    model: このランクのモデル。`backward()`の後なので、各パラメーターの`param.grad`には、この
-        ランクのサンプルだけから求めた勾配（平均損失の勾配）が入っています。
-    share: このステップの全サンプルのうち、このランクが持つ割合（0から1の小数、全ランクの合計は1）。
-    戻り値はありません。終わったとき、どのランクの`param.grad`にも、ステップの全サンプルの平均損失の
-    勾配が入っているようにします。形は変わりません。
+    model: このランクのモデル。`param.grad`には、このランクのサンプルの平均損失の勾配があります。
+    share: このステップの全サンプルのうち、このランクの割合。全ランクの合計は1です。
+    終わると、全ランクの`param.grad`が、全サンプルの平均損失の勾配になります。
 
-    Average the gradients of all ranks, weighted by their numbers of samples.
+    Average the gradients of all ranks, weighted by their shares of the samples.
 
-    model: this rank's model, after `backward()`: each `param.grad` is the gradient of the mean loss
-        of this rank's samples only.
-    share: this rank's part of all samples of the step, between 0 and 1; together they are 1.
-    Returns nothing. Afterwards `param.grad` of every rank is the gradient of the mean loss of all
-    samples of the step, in the same shape.
+    model: This rank's model. `param.grad` holds the gradient of the mean loss of its samples.
+    share: This rank's fraction of the step's samples. The shares of all ranks add up to 1.
+    Afterwards, `param.grad` on every rank is the gradient of the mean loss of all samples.
     """
-    # ここに書きます（3行ほど）。 / Your lines go here (about three).
+    # ここに書きます（3行ほど）。 / Write here (about three lines).

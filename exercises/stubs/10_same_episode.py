@@ -1,4 +1,8 @@
-"""10 同じエピソード / The same episode (6_5, rpc_rl/main.py)."""
+"""10 どのオブザーバーも同じ / The same episode (6_5, rpc_rl/main.py)."""
+
+import argparse
+
+from common.session import device_for
 
 import gymnasium as gym
 import torch
@@ -6,23 +10,20 @@ from torch import optim
 from torch.distributed import rpc
 from torch.distributed.rpc import RRef, remote
 
+from rpc_rl.main import OBSERVER_NAME, Observer, Policy
+from rpc_rl.results import ENV_NAME
+
 
 def __init__(self, world_size: int, args: argparse.Namespace) -> None:
-    """エージェントを作ります。どこかに誤りがあります。
+    """エージェントをランク0に作ります。オブザーバーはランク1からです。どこかに誤りがあります。
 
-    self: `Agent`。ランク0で動きます。オブザーバーはランク1から`world_size - 1`までです。
-    world_size: プロセスの数。
-    args: コマンドのフラグ。
-    `self.generators`は、オブザーバーのid（ランク）をキーとする乱数生成器の辞書です。環境の初期状態は
-    ここから作ります。`fast.py`では、アクションを選ぶ乱数もここから作ります。
+    `self.generators`は、オブザーバーのid（ランク）をキーとする、乱数生成器の辞書です。環境の最初の状態は、
+    この生成器から決まります。`fast.py`では、アクションもこの生成器から決まります。
 
-    Make the agent. There is a mistake in here.
+    Create the agent on rank 0; the observers start at rank 1. There is a mistake in here.
 
-    self: the `Agent`, on rank 0. The observers are the ranks 1 to `world_size - 1`.
-    world_size: the number of processes.
-    args: the flags of the command.
-    `self.generators` has, by the id of an observer (its rank), a generator of random numbers. From
-    it come the first state of its environment and, with `fast.py`, the choice of its actions.
+    `self.generators` maps the id of each observer, which is its rank, to a random number generator.
+    The generator decides the first state of the environment, and in `fast.py` also the actions.
     """
     self.args = args
     self.device = device_for(args.device)
@@ -38,6 +39,6 @@ def __init__(self, world_size: int, args: argparse.Namespace) -> None:
     self.ob_rrefs, self.generators = {}, {}
     for ob_rank in range(1, world_size):
         ob_info = rpc.get_worker_info(OBSERVER_NAME.format(ob_rank))
-        self.ob_rrefs[ob_info.id] = remote(ob_info, self.observer_class)
+        self.ob_rrefs[ob_info.id] = remote(ob_info, Observer)
         seed = 1000 * args.seed + rpc.get_worker_info().id
         self.generators[ob_info.id] = torch.Generator().manual_seed(seed)
