@@ -1,9 +1,6 @@
-"""`python -m benchmarks`: what it keeps of its runs."""
+"""`python -m benchmarks` and `benchmarks.outputs`: what they keep of the runs."""
 
 import json
-import signal
-import threading
-import time
 
 import pytest
 
@@ -11,87 +8,55 @@ from benchmarks import __main__ as benchmarks
 from benchmarks import outputs
 from benchmarks.peers import collectives
 
-MACHINE = {"cpu_count": 2, "device": "cpu", "torch": "2.13.0+cpu"}
-
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """Commands that only write their number; `bench.fails` names the run that ends with an error."""
+    """Commands that only write their number; `bench.fails` is the number of the run that ends with an error."""
     class Bench:
         runs, fails = [], None
         kept, results = tmp_path / "kept", tmp_path / "results"
 
-    def measure(name, folder):
+    def measure(command, folder):
         if len(Bench.runs) + 1 == Bench.fails:
             Bench.fails = None
             raise SystemExit("error")
-        Bench.runs.append((name, folder.name))
+        Bench.runs.append((command, folder.name))
         folder.mkdir(parents=True)
-        (folder / "metrics.json").write_text(json.dumps({**MACHINE, "wall_s": -len(Bench.runs) % 5}))
-        (folder / "printed.txt").write_text(f"{name} {folder.name}")
+        (folder / "metrics.json").write_text(json.dumps({"wall_s": -len(Bench.runs) % 5}), encoding="utf-8")
+        (folder / "printed.txt").write_text(f"{command} {folder.name}", encoding="utf-8")
         for picture in ("learning_curve.png", "unseen.png"):
-            (folder / picture).write_text(f"{name} {folder.name}")
+            (folder / picture).write_text(f"{command} {folder.name}", encoding="utf-8")
 
+    Bench.results.mkdir()
+    for name in ("ring", "rpc_rl"):
+        (Bench.results / f"{name}.json").write_text(json.dumps({"command": f"python {name}.py"}), encoding="utf-8")
+    (Bench.results / "rpc_rl.txt").write_text("$ python rpc_rl.py\n", encoding="utf-8")
     monkeypatch.setenv("PICTURE_LANGUAGES", "")  # so that it is put back
     monkeypatch.setattr(benchmarks, "measure", measure)
     monkeypatch.setattr(benchmarks, "KEPT", Bench.kept)
     monkeypatch.setattr(benchmarks, "RESULTS", Bench.results)
-    monkeypatch.setattr(outputs, "path_of", lambda name: Bench.results / f"{name}.txt")
+    monkeypatch.setattr(outputs, "TRANSCRIPTS", Bench.results)
+    monkeypatch.setattr(outputs, "folder_of", lambda command: "outputs")
     return Bench
 
 
 def test_an_interrupted_measurement_continues(bench):
     bench.fails = 4
     with pytest.raises(SystemExit):
-        benchmarks.main(["ring", "rpc_rl"])
-    benchmarks.main(["ring", "rpc_rl"])
-    assert bench.runs == [(name, str(number)) for number in (1, 2, 3) for name in ("ring", "rpc_rl")]
-    written = json.loads((bench.results / "ring.json").read_text())
-    assert written["median"]["wall_s"] == 2
-    assert written["range"]["wall_s"] == [0, 4]
+        benchmarks.main([])
+    benchmarks.main([])
+    assert bench.runs == [(f"python {name}.py", str(number)) for number in (1, 2, 3) for name in ("ring", "rpc_rl")]
+    written = json.loads((bench.results / "ring.json").read_text(encoding="utf-8"))
+    assert (written["median"]["wall_s"], written["range"]["wall_s"]) == (2, [0, 4])
+    assert not (bench.kept / "running/ring").exists()  # the next measurement begins anew
 
 
 def test_what_is_shown_is_of_the_run_in_the_middle(bench):
-    benchmarks.main(["ring", "rpc_rl"])
+    benchmarks.main([])
     (kept,) = (bench.results / "rpc_rl").iterdir()  # of the two that a run draws: what a page shows
     # Runs 1 to 3 took 3, 1 and 4 s.
-    assert (kept.name, kept.read_text()) == ("learning_curve.png", "rpc_rl 1")
-    assert (bench.results / "rpc_rl.txt").read_text().splitlines()[1:] == ["rpc_rl 1"]
-    assert not (bench.results / "ring.txt").exists()  # no page shows it
-
-
-def test_a_finished_measurement_begins_anew(bench):
-    benchmarks.main(["rpc_rl", "--rounds", "1"])
-    benchmarks.main(["rpc_rl", "--rounds", "1"])
-    assert len(bench.runs) == 2
-
-
-PROGRAM = """
-import pathlib, signal, time
-signal.signal(signal.SIGTERM, signal.default_int_handler)
-try:
-    pathlib.Path("{folder}", "started").touch()
-    time.sleep(60)
-finally:
-    pathlib.Path("{folder}", "tidied").touch()
-"""
-
-
-def test_an_interruption_lets_the_command_tidy_up(tmp_path, monkeypatch):
-    """What it has made is gone when `python -m benchmarks` ends."""
-    (tmp_path / "program.py").write_text(PROGRAM.format(folder=tmp_path))
-    monkeypatch.setitem(benchmarks.HEADLINES, "program", (str(tmp_path / "program.py"), ()))
-
-    def interrupt():
-        while not (tmp_path / "started").exists():
-            time.sleep(0.05)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()  # for ever, if the command does not start
-    with pytest.raises(KeyboardInterrupt):
-        benchmarks.measure("program", tmp_path / "1")
-    assert (tmp_path / "tidied").exists()
-    assert not (tmp_path / "1").exists()
+    assert (kept.name, kept.read_text(encoding="utf-8")) == ("learning_curve.png", "python rpc_rl.py 1")
+    assert (bench.results / "rpc_rl.txt").read_text(encoding="utf-8").splitlines()[1:] == ["python rpc_rl.py 1"]
 
 
 def test_rounds_of_collectives_become_one_row():
@@ -103,5 +68,3 @@ def test_rounds_of_collectives_become_one_row():
                                      [row("gloo", 5, 1), row("mpi", 4, 1.25)]])
     assert gloo == row("gloo", 5, 1) | {"low": 1, "high": 1}
     assert mpi == row("mpi", 3, 2) | {"low": 1.25, "high": 4}
-    with pytest.raises(AssertionError):
-        collectives.summary([[row("gloo", 4, 1)], [row("mpi", 1, 4)]])

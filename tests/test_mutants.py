@@ -27,6 +27,9 @@ def test_the_table(name):
     assert sum(bool(mutant.check) for mutant in table) >= 0.8 * len(table) or name == "resume"
     for mutant in table:
         assert bool(mutant.check) != bool(mutant.test), mutant.name
+        if mutant.test:
+            file, name = mutant.test.partition("[")[0].split("::")
+            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), mutant.name
         assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.name
 
 

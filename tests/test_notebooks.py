@@ -9,15 +9,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
-from traitlets.config import Config
 
 from benchmarks.docs import anchor_of
 from tests.helpers import ROOT, all_end
-from tests.test_docs import module_of
+from tests.test_docs import BY_PATH
 from tests.test_layout import FOLDERS
+
+MISSING = "no Jupyter here: pip install -r requirements-dev.txt"
+nbclient = pytest.importorskip("nbclient", reason=MISSING)
+nbformat = pytest.importorskip("nbformat", reason=MISSING)
 
 ENGLISH, JAPANESE = (ROOT / "notebooks" / name for name in ("tour.ipynb", "tour.ja.ipynb"))
 BOTH = pytest.mark.parametrize("path", [ENGLISH, JAPANESE], ids=lambda path: path.name)
@@ -56,7 +57,7 @@ def commands():
 @BOTH
 def test_only_what_was_written_is_kept(path):
     """Cells with ids (nbformat 4.5), and no outputs, counts or metadata of a run; no long lines."""
-    notebook = json.loads(path.read_text())
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     ids = [cell["id"] for cell in notebook["cells"]]
     assert len(ids) == len(set(ids))
     nbformat.validate(notebook)
@@ -93,7 +94,7 @@ def test_both_languages_are_one_tour():
 @BOTH
 def test_links(path):
     """To files of the repository, to sections of the tour, to notebooks of the Japanese edition, and to Colab."""
-    edition = json.loads((ROOT / "docs/japanese_edition.json").read_text())
+    edition = json.loads((ROOT / "docs/japanese_edition.json").read_text(encoding="utf-8"))
     outside = {edition["site"]} | {f"{edition['source']}/blob/main/{book['file']}" for book in edition["notebooks"]}
     texts = "\n".join(cell.source for cell in cells_of(path, "markdown"))
     names = re.findall(r"<a name=\"(\w+)\"></a>\n## ", texts)
@@ -104,7 +105,7 @@ def test_links(path):
             page, _, anchor = link.partition("#")
             assert (path.parent / page).exists(), link
             if anchor:
-                headings = re.findall(r"^#+ (.*)", (path.parent / page).read_text(), re.MULTILINE)
+                headings = re.findall(r"^#+ (.*)", (path.parent / page).read_text(encoding="utf-8"), re.MULTILINE)
                 assert anchor in map(anchor_of, headings), link
             assert (".ja." in link) == (path == JAPANESE) or link.startswith("tour."), link
         elif "://" in link and not link.startswith(COLAB):
@@ -134,7 +135,7 @@ def test_every_lesson_has_its_section():
         assert by_id[f"{name}-picture"].startswith("Image(")
         assert "<details><summary>Answer</summary>" in by_id[f"{name}-try"]
         order.append((chapter, run.split()[0]))
-    table = re.findall(r"^\| \d+ \| (6_\d+) .*`python (\S+\.py)`", (ROOT / "docs/map.md").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| \d+ \| (6_\d+) .*`python (\S+\.py)`", (ROOT / "docs/map.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert [step for step in order if step in table] == table
     assert {path.split("/")[0] for _, path in order} == set(FOLDERS) - {"transformer_parallel"}  # after 6_9
 
@@ -143,7 +144,7 @@ def test_commands_are_those_of_the_pages():
     """What runs is a headline command, which the benchmark measures; a reader's flags exist."""
     for command in commands():
         path, *flags = shlex.split(command.removeprefix(TRACED))
-        assert module_of(path).build_parser().parse_args(flags)
+        assert BY_PATH[path].module().build_parser().parse_args(flags)
     run = [command for cell in cells_of(ENGLISH, "code") if not cell.source.startswith("#") for command in COMMAND.findall(cell.source)]
     assert run == [*SHORT]
     assert len(commands()) == len(set(commands()))
@@ -191,9 +192,11 @@ def execute(notebook, folder, limit_s):
         folder: the kernel's working directory.
         limit_s: seconds for each cell.
     """
+    import traitlets.config
+
     # Sockets that are files: no port is open to others. Their names must have less than 108 characters.
     with tempfile.TemporaryDirectory(dir="/tmp") as sockets:
-        config = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
+        config = traitlets.config.Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
         nbclient.NotebookClient(notebook, kernel_name="python3", config=config, timeout=limit_s,
                                 resources={"metadata": {"path": str(folder)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
