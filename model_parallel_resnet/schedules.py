@@ -165,7 +165,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> dict | N
     idle = [None] * world_size
     dist.all_gather_object(idle, list(batches.idle.values()))
     metrics = {**batches.metrics(), "idle": idle, "schedule": args.schedule,
-               "stages_per_rank": len(pipeline.stages), "backend": dist.get_backend()}
+               "backend": dist.get_backend()}
     dist.destroy_process_group()
     return metrics if pipeline.has_loss else None
 

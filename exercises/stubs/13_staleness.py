@@ -1,18 +1,17 @@
-"""13 勾配の陳腐化 / The staleness of gradients (6_6, param_server/async_server.py)."""
+"""13 勾配の古さ / The staleness of gradients (6_6, param_server/async_server.py)."""
 
 
 def predict(n_trainers):
-    """勾配の陳腐化（staleness）の平均を予測します。
+    """勾配の古さ（staleness）の平均を予測します。
 
-    n_trainers: トレーナーの数。どのトレーナーも、同じ速さで休みなく、同時に訓練します。
-    戻り値: 1回の更新について、フォワードパスでサーバーの重みを読んでから、その勾配で重みを更新する
-    までに、ほかのトレーナーが行った更新の回数の平均。
+    あるトレーナーがフォワードパスで重みを読んでから、その勾配で更新するまでに、ほかのトレーナーが行う
+    更新の回数です。
+    n_trainers: トレーナーの数。どれも同じ速さで、休みなく、同時に訓練します。
 
     Predict the mean staleness of a gradient.
 
-    n_trainers: the number of trainers. All train at the same time, are equally fast, and none
-        pauses.
-    Returns how many updates the other trainers make, on average, between the forward that reads
-    the weights on the server and the step that applies the gradient.
+    The staleness is the number of updates that the other trainers make between the forward that
+    reads the weights and the update that applies the gradient.
+    n_trainers: Number of trainers. All are equally fast and train at the same time, without pauses.
     """
     return 0.0

@@ -1,38 +1,32 @@
 """14 パイプラインのフォワードパス / A pipeline's forward (6_7, model_parallel_resnet/main.py)."""
 
+from common.session import wait_all
+
 import torch
 from torch.distributed.rpc import RRef
 
 
 def forward(self, xs: torch.Tensor) -> torch.Tensor:
-    """バッチをマイクロバッチに分け、worker1、worker2の順に通します。
+    """画像のバッチをマイクロバッチに分け、worker1、worker2の順に通します。マスターで動きます。
 
-    self: `DistResNet50`（マスターの上）。
-        `self.num_split`: マイクロバッチの数。
-        `self.p1_rref`, `self.p2_rref`: worker1にあるモデルの前半と、worker2にある後半へのRRef。
-        どちらにもメソッド`forward(x_rref, i)`があります。`x_rref`は入力を指すRRef、`i`は
-        マイクロバッチの番号（0から）です。ワーカーは`x_rref.to_here()`で入力を取り寄せます。
-    xs: 画像。形は (N, 3, H, W)。Nが`num_split`で割り切れないときは、マイクロバッチの大きさの差が
-        1枚以内になるように分けます（`tensor_split`の分け方）。
-    戻り値: ロジット。形は (N, num_classes)、画像と同じ順序。
+    self.num_split: マイクロバッチの数。大きさの差は1枚以内で、大きいものが先です。
+    self.p1_rref, self.p2_rref: worker1にある前半と、worker2にある後半へのRRef。どちらにもメソッド
+        `forward(x_rref)`があります。ワーカーは、`x_rref.to_here()`で入力を取り寄せます。
+    xs: 画像 (N, 3, H, W)。
+    戻り値: ロジット (N, num_classes)。画像と同じ順序です。
 
-    どのマイクロバッチも、前のものの結果を待たずに送り出します。`wait_all(futures)`は、すべての
-    futureを待ち、値をfutureの順に並べたリストを返します。
+    `wait_all(futures)`は、全部のfutureを待ち、値のリストをfutureの順に返します。
 
-    Split a batch into micro-batches, and send each through worker1 and worker2.
+    Split a batch into micro-batches, and send each through worker1 and worker2; on the master.
 
-    self: the `DistResNet50`, on the master.
-        `self.num_split`: the number of micro-batches.
-        `self.p1_rref`, `self.p2_rref`: RRefs of the first half of the model, on worker1, and of the
-        second half, on worker2. Both have a method `forward(x_rref, i)`: `x_rref` is an RRef of the
-        input, `i` the number of the micro-batch, from 0. A worker gets the input by
+    self.num_split: Number of micro-batches. Their sizes differ by at most one, larger ones first.
+    self.p1_rref, self.p2_rref: RRefs to the first half, on worker1, and to the second half, on
+        worker2. Both have a method `forward(x_rref)`. A worker fetches its input by
         `x_rref.to_here()`.
-    xs: images (N, 3, H, W). If N is not a multiple of `num_split`, the sizes of the micro-batches
-        differ by one image at most, as `tensor_split` makes them.
+    xs: Images (N, 3, H, W).
     Returns logits (N, num_classes), in the order of the images.
 
-    No micro-batch waits for the result of the one before. `wait_all(futures)` waits for all of
-    them, and returns the list of their values, in their order.
+    `wait_all(futures)` waits for all futures, and returns a list of their values in this order.
     """
     out_futures = []
     # ここに書きます（4行ほど）。 / Your lines go here (about four).

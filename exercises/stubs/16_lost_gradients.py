@@ -6,27 +6,29 @@ import torch
 from torch.distributed import rpc
 from torch.futures import Future
 
+from param_server.batch_update import running_statistics
+from param_server.batch_update_results import seconds_since
+
 
 @rpc.functions.async_execution
 def update_and_fetch_model(self, rank: int, grads: list[torch.Tensor]) -> Future:
-    """トレーナーの勾配を足し、全員の勾配がそろったら更新します。どこかに誤りがあります。
+    """トレーナーの勾配を足し、全員の分がそろったら更新します。どこかに誤りがあります。
 
-    RPCによって、サーバーの複数のスレッドから同時に呼ばれます。
-    self: `BatchUpdateParameterServer`。`self.sums`は和を入れるテンソルのリストで、モデルの`.grad`と
-        メモリーを共有しています。`self.batch_update_size`はトレーナーの数です。
-    rank: 呼んだトレーナーのランク。
-    grads: テンソルのリスト。全パラメーターの勾配と、BatchNormの移動統計量です。
-    戻り値: future。値は、更新後のモデルです。
+    RPCが、サーバーの複数のスレッドから同時に呼びます。
+    self.sums: 和を入れるテンソルのリスト。モデルの`.grad`とメモリーを共有しています。
+    self.batch_update_size: トレーナーの数。
+    rank: 呼び出したトレーナーのランク。
+    grads: 全パラメーターの勾配と、BatchNormの移動統計量。
+    戻り値: 更新後のモデルのfuture。
 
-    Add a trainer's gradients, and make the step when those of all are there. There is a mistake in
-    here.
+    Add a trainer's gradients; update when all have arrived. There is a mistake in here.
 
-    Called over RPC, in several threads of the server at once.
-    self: the `BatchUpdateParameterServer`. `self.sums` is a list of tensors for the sums, in the
-        same memory as the `.grad`s of the model; `self.batch_update_size`, how many trainers.
-    rank: of the trainer that calls.
-    grads: a list of tensors: gradients of all parameters, and BatchNorm's running statistics.
-    Returns a future of the model after the step.
+    RPC calls this in several threads of the server at the same time.
+    self.sums: Tensors for the sums. They share their memory with the `.grad` of the model.
+    self.batch_update_size: Number of trainers.
+    rank: Rank of the trainer that calls.
+    grads: Gradients of all parameters, then BatchNorm's running statistics.
+    Returns a future of the updated model.
     """
     for total, g in zip(self.sums, grads, strict=True):
         total += g
