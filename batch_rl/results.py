@@ -199,7 +199,7 @@ def shown_first(spans_by_role: dict[str, list[dict]],
 def plot(metrics: dict, args: argparse.Namespace) -> None:
     """Draw `batch_vs_single.png`: the speed of both modes for each number of observers."""
     path = args.output_dir / "batch_vs_single.png"
-    for axes, words in picture.in_each_language(path, WORDS["compare"], [metrics], env=ENV_NAME,
+    for axes, words in picture.in_each_language(path, WORDS["compare"], metrics, env=ENV_NAME,
                                                 environments=args.envs_per_observer):
         for mode, color in ((SINGLE, "C1"), (BATCHED, "C0")):
             rows = [row for row in metrics["rows"] if row["mode"] == mode]
@@ -215,7 +215,7 @@ def plot_training(metrics: dict, args: argparse.Namespace) -> None:
     path, threshold = args.output_dir / "learning_curve.png", args.reward_threshold
     observers = args.world_size - 1
     for axes, words in picture.in_each_language(
-            path, WORDS["train"], [metrics], env=ENV_NAME, observers=observers,
+            path, WORDS["train"], metrics, env=ENV_NAME, observers=observers,
             environments=observers * args.envs_per_observer, threshold=threshold):
         episodes = range(1, metrics["episodes"] + 1)
         axes.plot(episodes, metrics["rewards"], ".", color="0.6", label=words["mean"])

@@ -14,22 +14,16 @@ from common.report import replacing
 import torch
 from torch import nn
 
-# What a program needs of its state: of each part a type, a tensor of the same shape and dtype, or
-# of those in it `{name: what it needs}`, `[what each needs]`, `(what the first needs, the second)`
-# where there must be so many; an int counts something. This is the state of an optimizer:
-OPTIMIZER = {"state": dict, "param_groups": list}
-
 
 class NotSavedError(Exception):
-    """Carries what has happened, in words that go on after "rank 0 (agent) ..."."""
+    """The reason, in words that continue "rank 0 (agent) ..."."""
 
 
 def save(args: Namespace, state: dict) -> None:
     """Write `state` (tensors and plain Python values) and `args.settings` to `args.checkpoint`.
 
     Raises:
-        NotSavedError: if the disk is full, or the folder has become read-only; the file is as it
-            was.
+        NotSavedError: The disk is full, or the folder has become read-only; the file is unchanged.
     """
     whole = io.BytesIO()  # to a file, torch.save would call a full disk "unexpected pos 576 vs 534"
     torch.save({"example": args.example, "settings": args.settings, **state}, whole)
@@ -41,18 +35,17 @@ def save(args: Namespace, state: dict) -> None:
 
 
 def remove_leftovers(args: Namespace) -> None:
-    """Remove what somebody who was killed has left of writing to `args.checkpoint`."""
+    """Remove the half-written file of a process that was killed."""
     for leftover in args.checkpoint.parent.glob(f".{escape(args.checkpoint.name)}.*.tmp"):
         leftover.unlink(missing_ok=True)
 
 
-def load(args: Namespace, needs: dict | None = None) -> dict:
+def load(args: Namespace) -> dict:
     """Return the state in `args.checkpoint`, as `save` was given it, on the CPU.
 
     Raises:
         SystemExit: 2 after one line, if the file is missing, truncated or not a checkpoint of this
-            example, if what the example `needs` (see above) is not in it, or is something else, or
-            if a number in it is infinite or not a number.
+            example, or if a number in it is infinite or not a number.
     """
     try:
         whole = io.BytesIO(args.checkpoint.read_bytes())
@@ -64,85 +57,52 @@ def load(args: Namespace, needs: dict | None = None) -> dict:
         state = torch.load(whole, map_location="cpu", weights_only=True)
     except Exception:  # whatever torch.load makes of bytes that it did not write, an OSError, too
         state = None
-    if (not _fits(state, {"example": str, "settings": dict, **(needs or {})})
-            or state["example"] != args.example or not _plain(state["settings"])):
+    if not isinstance(state, dict) or state.get("example") != args.example:
         reject(args, f"is not a whole checkpoint of {args.example}; give another file")
     if not _finite(state):
         reject(args, "has numbers that are not finite; give another file")
     return state
 
 
-def inspect(args: Namespace, needs: dict,
-            make_model: Callable[[], nn.Module], weights: str = "model") -> dict | None:
+def inspect(args: Namespace, make_model: Callable[[], nn.Module],
+            weights: str = "model") -> dict | None:
     """Return the state to resume from, or None, before any process starts.
 
-    A file that is not a checkpoint is refused, and so never lost; and so are other flags than its
-    own (`Parser`, `args.settings`), but for how long the training goes on.
+    A file that is not a checkpoint of this example is refused, so it is never lost. Other flags
+    than those of the checkpoint (`Parser`, `args.settings`) are refused, too.
 
     Args:
-        args: the parsed flags.
-        needs: what must be in the state (see `OPTIMIZER`), beside the weights.
-        make_model: makes the one whose weights are in the state; those of another model are
-            refused.
-        weights: their name in the state.
+        args: Parsed flags.
+        make_model: Makes a model; a checkpoint with weights of other shapes is refused.
+        weights: Name of the weights in the state.
     """
     if args.checkpoint is None or not starts_rank(args, args.checkpoint_rank):
         return None
-    needs = {weights: dict, **needs}
-    state = load(args, needs) if args.resume or args.checkpoint.exists() else None
-    if state and _shapes(state[weights]) != _shapes(make_model().state_dict()):
+    state = load(args) if args.resume or args.checkpoint.exists() else None
+    if state and shapes(state[weights]) != shapes(make_model().state_dict()):
         reject(args, "is of another model; give the flags of that one, or another file")
     if state and args.resume:
-        _require_settings(args, state["settings"])
+        for name, value in state["settings"].items():
+            if name in args.settings and args.settings[name] != value:
+                refuse(f"{given(args, name)} must be {shortened(value)}, as in "
+                       f"{given(args, 'checkpoint')}")
     return state if args.resume else None
 
 
-def _require_settings(args: Namespace, settings: dict) -> None:
-    """Refuse flags that are not those of the training that goes on."""
-    for name, value in settings.items():
-        if name in args.settings and args.settings[name] != value:
-            refuse(f"{given(args, name)} must be {shortened(value)}, as in "
-                   f"{given(args, 'checkpoint')}")
-
-
 def require_epochs(args: Namespace, behind: int) -> None:
-    """Refuse fewer `--epochs` than a checkpoint has behind it."""
+    """Refuse fewer `--epochs` than the checkpoint already contains."""
     if args.epochs < behind:
-        refuse(f"{given(args, 'epochs')} must be at least {behind}: the checkpoint has so many "
-               "behind it", args.checkpoint_rank)
+        refuse(f"{given(args, 'epochs')} must be at least {behind}: the checkpoint already has "
+               f"{behind}", args.checkpoint_rank)
 
 
 def reject(args: Namespace, why: str) -> NoReturn:
-    """Refuse `--checkpoint`: the sentence goes on with `why`."""
+    """Refuse `--checkpoint`; `why` continues the sentence."""
     refuse(f"--checkpoint {shortened(args.checkpoint)} {why}", args.checkpoint_rank)
 
 
-def _fits(value: object, needs: object) -> bool:
-    """Return whether a part of a state has what a program needs of it (see `OPTIMIZER`)."""
-    if isinstance(needs, dict):
-        return isinstance(value, dict) and all(
-            name in value and _fits(value[name], part) for name, part in needs.items())
-    if isinstance(needs, list):
-        return isinstance(value, list) and all(_fits(part, needs[0]) for part in value)
-    if isinstance(needs, tuple):
-        return (isinstance(value, list) and len(value) == len(needs)
-                and all(map(_fits, value, needs)))
-    if isinstance(needs, torch.Tensor):
-        return (isinstance(value, torch.Tensor)
-                and (value.dtype, value.shape) == (needs.dtype, needs.shape))
-    if needs is int:
-        return type(value) is int and value >= 0  # True is an int, too
-    return isinstance(value, needs)
-
-
-def _plain(settings: dict) -> bool:
-    """Return whether these can be the values of flags."""
-    return all(value is None or isinstance(value, (bool, int, float, str))
-               for value in settings.values())
-
-
 def _finite(value: object) -> bool:
-    """Return whether there is no infinite number and no NaN, however deep in lists and dicts."""
+    """Return whether nested lists and dicts hold no infinite number and no NaN."""
     if isinstance(value, dict):
         return all(map(_finite, value.values()))
     if isinstance(value, (list, tuple)):
@@ -152,5 +112,6 @@ def _finite(value: object) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _shapes(weights: dict) -> dict:
+def shapes(weights: dict) -> dict:
+    """Return `{name: shape}` of a state_dict."""
     return {name: getattr(tensor, "shape", None) for name, tensor in weights.items()}

@@ -2,9 +2,9 @@
 
     WORDS = {"en": {"title": "Loss of {n} trainers", "x": "epoch", "y": "loss (nats)",
                     "mean": "their mean"},
-             "ja": {"title": "{n}個のトレーナーの損失", ...}}
+             "ja": {"title": "{n}つのトレーナーの損失", ...}}
 
-    for axes, words in picture.in_each_language(folder / "loss.png", WORDS, [metrics], n=2):
+    for axes, words in picture.in_each_language(folder / "loss.png", WORDS, metrics, n=2):
         axes.plot(..., label=words["mean"])
 
 A run draws `loss.png`, in English. With `PICTURE_LANGUAGES=en,ja` in the environment it also draws
@@ -12,8 +12,7 @@ A run draws `loss.png`, in English. With `PICTURE_LANGUAGES=en,ja` in the enviro
 """
 
 import os
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -25,11 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Of Okabe and Ito, https://jfly.uni-koeln.de/color/: colour-blind readers distinguish them.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# By Okabe and Ito, https://jfly.uni-koeln.de/color/: color-blind readers distinguish them.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 WIDTH = 8  # of a picture, in inches
 BELOW_THE_AXES = 0.58  # where the legend begins, below numbers and label: in inches
-MOST_BARS = 12  # of a line; the ranges of more points are an area
 GREY = "0.55"  # a single measurement, or what is only there to compare with
 STYLE = {"axes.axisbelow": True, "axes.grid": True, "axes.spines.right": False,
          "axes.spines.top": False, "axes.titlelocation": "left", "axes.titlepad": 10,
@@ -37,35 +35,34 @@ STYLE = {"axes.axisbelow": True, "axes.grid": True, "axes.spines.right": False,
          "grid.color": "0.9", "hatch.linewidth": 0.6, "legend.frameon": False,
          "savefig.dpi": 120}
 CAPTIONS = {
-    "en": {"one": "One run", "several": "Median of {n} runs with their range",
-           "cores": "{n} CPU cores", "core": "1 CPU core", "then": ". ", "and": ", "},
-    "ja": {"one": "1回の測定", "several": "{n}回の測定の中央値と範囲",
-           "cores": "CPU {n}コア", "core": "CPU 1コア", "then": "。", "and": "、"},
+    "en": {"one": "One run", "cores": "{n} CPU cores", "core": "1 CPU core", "then": ". ",
+           "and": ", "},
+    "ja": {"one": "1回の測定", "cores": "CPU {n}コア", "core": "CPU 1コア", "then": "。",
+           "and": "、"},
 }
 
 
-def in_each_language(path: Path, words: dict[str, dict[str, str]], runs: list[dict | None],
+def in_each_language(path: Path, words: dict[str, dict[str, str]], metrics: dict | None,
                      panels: int = 1, height: float = 4.5,
                      **values: object) -> Iterator[tuple["Axes | list[Axes]", dict[str, str]]]:
-    """Yield axes and words, once for each language that is asked for; save what was drawn there.
+    """Yield axes and words, once for each requested language; save what was drawn there.
 
     Args:
-        path: of the English PNG, written whole or not at all; `x.ja.png` is the Japanese one.
-        words: `{"en": {name: text}, "ja": ...}`. Of each text the `values` are filled in. `title`,
-            `x` and `y` (`y2`, ... of the panels below) are the picture's own, `y` with its unit.
-            `one` and `several` say in the caption, in the place of those in `CAPTIONS`, what one
-            run or several runs have measured.
-        runs: the metrics of the runs that are drawn, as `report.save_metrics` returns them, for the
-            caption: how many, and on which machine.
-        panels: how many axes below each other; with several, a list is yielded instead of axes.
-        height: in inches.
+        path: Path of the English PNG, written whole or not at all; `x.ja.png` is the Japanese one.
+        words: `{"en": {name: text}, "ja": ...}`; the `values` fill the braces of each text. The
+            picture uses `title`, `x` and `y` (`y2`, ... for the panels below), `y` with its unit,
+            and `one`, if there is one, for the caption's first words.
+        metrics: Metrics of the run (`report.save_metrics`); the caption names its machine. None if
+            the machine does not matter.
+        panels: Number of axes below each other; with several, a list is yielded instead of axes.
+        height: Height in inches.
     """
     import matplotlib  # here: the workers need not pay for the import
     from matplotlib.figure import Figure  # no pyplot, which would look for a display
 
     for language in asked_for():
         texts = {name: text.format(**values) for name, text in words[language].items()}
-        with matplotlib.rc_context({**STYLE, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)}):
+        with matplotlib.rc_context({**STYLE, "axes.prop_cycle": matplotlib.cycler(color=COLORS)}):
             if language == "ja":
                 _use_japanese_font(matplotlib)
             figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -76,7 +73,7 @@ def in_each_language(path: Path, words: dict[str, dict[str, str]], runs: list[di
                 panel.set_ylabel(texts["y" if number == 1 else f"y{number}"])
             yield (axes if panels > 1 else axes[0]), texts
             _add_legend(figure)
-            figure.supxlabel(caption(runs, {**CAPTIONS[language], **texts}), x=0.99, ha="right",
+            figure.supxlabel(caption(metrics, {**CAPTIONS[language], **texts}), x=0.99, ha="right",
                              fontsize=8, color="0.45")
             there = path if language == "en" else path.with_suffix(f".{language}.png")
             with replacing(there) as temporary:
@@ -103,17 +100,15 @@ def _use_japanese_font(matplotlib: ModuleType) -> None:
                                                 "DejaVu Sans"], "axes.titleweight": "normal"})
 
 
-def caption(runs: list[dict | None], words: dict[str, str]) -> str:
-    """Write how often was measured, and on what: "One run. 2 CPU cores, torch 2.13.0"."""
-    machine = runs[0]
-    how_often = words["one" if len(runs) == 1 else "several"].format(n=len(runs))
-    if machine is None:
-        return how_often
-    cores = words["core" if machine["cpu_count"] == 1 else "cores"].format(n=machine["cpu_count"])
-    parts = [cores, f"torch {machine['torch'].split('+')[0]}"]
-    if machine["device"] != "cpu":
-        parts.insert(0, machine["device"])
-    return how_often + words["then"] + words["and"].join(parts)
+def caption(metrics: dict | None, words: dict[str, str]) -> str:
+    """Write what was measured, and on which machine: "One run. 2 CPU cores, torch 2.13.0"."""
+    if metrics is None:
+        return words["one"]
+    cores = words["core" if metrics["cpu_count"] == 1 else "cores"].format(n=metrics["cpu_count"])
+    parts = [cores, f"torch {metrics['torch'].split('+')[0]}"]
+    if metrics["device"] != "cpu":
+        parts.insert(0, metrics["device"])
+    return words["one"] + words["then"] + words["and"].join(parts)
 
 
 def _add_legend(figure: "Figure") -> None:
@@ -142,37 +137,3 @@ def _legend_width(labels: list[str], columns: int) -> float:
     rows = -(-len(labels) // columns)
     return sum(0.2 + max(widths[start : start + rows]) for start in range(0, len(widths), rows))
 
-
-def line(axes: "Axes", x: Sequence[float], of_runs: list[list[float]], fmt: str = "o-",
-         **look: object) -> None:
-    """Draw the median over the runs of each point, and its range where there are several runs.
-
-    Args:
-        axes: as yielded.
-        x: where the points are.
-        of_runs: of each run, a number for each point.
-        fmt, look: as in `axes.plot`, with a `color`.
-    """
-    medians, errors = median_and_errors(of_runs)
-    axes.plot(x, medians, fmt, **look)
-    if errors and len(x) > MOST_BARS:
-        lowest, highest = ([end(point) for point in zip(*of_runs, strict=True)]
-                           for end in (min, max))
-        axes.fill_between(x, lowest, highest, color=look["color"], alpha=0.2, linewidth=0)
-    elif errors:
-        axes.errorbar(x, medians, errors, fmt="none", capsize=3, ecolor=look["color"])
-
-
-def median_and_errors(of_runs: list[list[float]]) -> tuple:
-    """Compute of each point the median over all runs, and how far it is to both extremes.
-
-    Returns:
-        (medians, (below, above)), as matplotlib takes them; (medians, None) of a single run.
-    """
-    points = list(zip(*of_runs, strict=True))
-    medians = [statistics.median(point) for point in points]
-    if len(of_runs) == 1:
-        return medians, None
-    below = [median - min(point) for median, point in zip(medians, points, strict=True)]
-    above = [max(point) - median for median, point in zip(medians, points, strict=True)]
-    return medians, (below, above)

@@ -212,8 +212,7 @@ def main(argv: list[str] | None = None) -> dict | None:
                f"{given(args, 'world_size')}")
     if not args.check:  # --check uses its own checkpoint
         args.resume = args.checkpoint is not None and args.checkpoint.exists()
-        state = checkpoint.inspect(args, make_model=lambda: build_model(args.seed), needs={
-            "optimizer": checkpoint.OPTIMIZER, "history": [{"loss": float, "accuracy": float}]})
+        state = checkpoint.inspect(args, lambda: build_model(args.seed))
         if state:
             checkpoint.require_epochs(args, len(state["history"]))
     fetch_data(args)

@@ -54,7 +54,7 @@ def plot(metrics: dict, args: argparse.Namespace) -> None:
     """Draw the first steps of each rank as bars over time, from `spans` in the metrics."""
     path, spans = args.output_dir / "skew.png", metrics["spans"]
     zero = min(steps[0][0] for steps in spans)
-    for axes, words in picture.in_each_language(path, WORDS, [metrics],
+    for axes, words in picture.in_each_language(path, WORDS, metrics,
                                                 height=1.8 + 0.7 * len(spans),
                                                 rank=args.slow_rank, delay=args.delay):
         for rank, steps in enumerate(spans):

@@ -139,7 +139,7 @@ def plot(metrics: dict, args: Namespace, texts: dict[str, dict[str, str]], train
     losses, accuracies = ([epoch[key] for epoch in metrics["epochs"]]
                           for key in ("loss", "accuracy"))
     for (upper, lower), words in picture.in_each_language(
-            args.output_dir / "loss.png", texts, [metrics], panels=2, height=5.5,
+            args.output_dir / "loss.png", texts, metrics, panels=2, height=5.5,
             trainers=trainers, rows=args.num_embeddings, classes=args.num_classes):
         upper.plot(epochs, losses, ".-", color="C0", label=words["loss"])
         upper.set_ylim(bottom=0)

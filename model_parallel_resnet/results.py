@@ -183,7 +183,7 @@ def plot(metrics: dict, args: argparse.Namespace, name: str) -> None:
     splits = [row["num_split"] for row in rows]
     times = [1 / row["speedup"] for row in rows]
     for axes, words in picture.in_each_language(
-            args.output_dir / "num_split.png", WORDS, [metrics], arch=args.arch,
+            args.output_dir / "num_split.png", WORDS, metrics, arch=args.arch,
             batch_size=args.batch_size, pixels=args.image_size, name=name):
         axes.plot(splits, [1 / row["ideal"] for row in rows], ":", color="0.4",
                   label=words["ideal"])

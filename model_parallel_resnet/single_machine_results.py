@@ -134,16 +134,18 @@ def plot(metrics: dict, args: argparse.Namespace) -> None:
     """
     single, model_parallel, *pipelines = metrics["rows"]
     sizes = [row["split_size"] for row in pipelines]
-    of_repeats = list(zip(*(row["times_s"] for row in pipelines), strict=True))
     overlap = "overlap" if can_overlap(metrics["devices"]) else "costs"
     words = {language: {**texts, "title": texts["title"].replace("{devices}", texts[overlap])}
              for language, texts in WORDS.items()}
     for axes, texts in picture.in_each_language(
-            args.output_dir / "split_size_tradeoff.png", words, [metrics],
+            args.output_dir / "split_size_tradeoff.png", words, metrics,
             batch_size=metrics["batch_size"], pixels=metrics["image_size"],
-            steps=metrics["num_batches"], repeats=len(of_repeats),
+            steps=metrics["num_batches"], repeats=len(single["times_s"]),
             slower=metrics["model_parallel_slower"]):
-        picture.line(axes, sizes, of_repeats, color="C2", label=texts["pipeline"])
+        axes.plot(sizes, [row["median_s"] for row in pipelines], "o-", color="C2",
+                  label=texts["pipeline"])
+        axes.fill_between(sizes, [min(row["times_s"]) for row in pipelines],
+                          [max(row["times_s"]) for row in pipelines], color="C2", alpha=0.2)
         for row, style in ((single, "--"), (model_parallel, ":")):
             axes.axhline(row["median_s"], color="0.4", linestyle=style, label=texts[row["model"]])
         axes.set_xticks(sizes)

@@ -126,7 +126,7 @@ def plot(metrics: dict, args: Namespace) -> None:
     """Plot the measured bandwidths and the model: `bandwidth.png`."""
     path, rows = args.output_dir / "bandwidth.png", metrics["rows"]
     sizes, ranks = sorted(set(args.sizes)), metrics["world_size"]
-    for axes, texts in picture.in_each_language(path, WORDS, [metrics], ranks=ranks,
+    for axes, texts in picture.in_each_language(path, WORDS, metrics, ranks=ranks,
                                                 repeats=args.repeats):
         for name in dict.fromkeys(row["algorithm"] for row in rows):
             speeds = {row["bytes"]: row["bus_GBps"] for row in rows if row["algorithm"] == name}

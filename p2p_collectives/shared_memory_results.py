@@ -95,7 +95,7 @@ def plot(metrics: dict, args: Namespace) -> None:
     words = {language: texts | {"title": texts["title"].replace("{machines}", MACHINE_WORDS[
         language][machines > 1])} for language, texts in WORDS.items()}
     path = args.output_dir / "collectives.png"
-    for panels, texts in picture.in_each_language(path, words, [metrics], panels=3, height=8,
+    for panels, texts in picture.in_each_language(path, words, metrics, panels=3, height=8,
                                                   **values):
         for axes, collective in zip(panels, COLLECTIVES, strict=True):
             rows = [row for row in metrics["rows"] if row["collective"] == collective]

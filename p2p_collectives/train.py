@@ -256,9 +256,7 @@ def require_inputs(args: Namespace) -> None:
     if starts_rank(args, 0) and args.world_size > (n_samples := len(load_data(args)[0])):
         refuse(f"{given(args, 'world_size')} must be at most {n_samples}: every rank "
                "needs a sample")
-    state = checkpoint.inspect(args, make_model=Net, needs={
-        "optimizer": checkpoint.OPTIMIZER,
-        "epochs": [{"loss": float, "loss_per_rank": list, "accuracy": float}]})
+    state = checkpoint.inspect(args, Net)
     if state:
         checkpoint.require_epochs(args, len(state["epochs"]))
 

@@ -84,7 +84,7 @@ def finish(measured: dict, args: Namespace) -> dict:
 def plot(metrics: dict, args: Namespace) -> None:
     """Draw `batch_update.png`: what each update was spent on."""
     for axes, words in picture.in_each_language(
-            args.output_dir / "batch_update.png", WORDS, [metrics], arch=args.arch,
+            args.output_dir / "batch_update.png", WORDS, metrics, arch=args.arch,
             trainers=args.world_size - 1):
         updates = list(range(1, 1 + len(metrics["updates"])))
         bottom = torch.zeros(len(updates))

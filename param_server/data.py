@@ -64,8 +64,7 @@ def require_inputs(args: Namespace, make_model: Callable[[], nn.Module]) -> None
     if starts_rank(args, 1) and args.world_size - 1 > (n_samples := len(load_data(args)[0])):
         refuse(f"{given(args, 'world_size')} must be at most {n_samples + 1}: every trainer needs "
                "an image", rank=1)
-    state = checkpoint.inspect(args, make_model=make_model,
-                               needs={"epochs": int, "random_numbers": torch.get_rng_state()})
+    state = checkpoint.inspect(args, make_model)
     if state:
         checkpoint.require_epochs(args, state["epochs"])
 

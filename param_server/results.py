@@ -135,7 +135,7 @@ def finish(metrics: dict, args: Namespace) -> dict:
 def plot(metrics: dict, args: Namespace) -> None:
     """Draw `loss.png`: the loss of each trainer over time, as means of `MEAN_OF` steps."""
     for axes, words in picture.in_each_language(
-            args.output_dir / "loss.png", WORDS, [metrics], trainers=args.world_size - 1,
+            args.output_dir / "loss.png", WORDS, metrics, trainers=args.world_size - 1,
             consistency=metrics["consistency"], mean=MEAN_OF):
         zero = min(trainer["started"] for trainer in metrics["per_trainer"])
         for trainer in metrics["per_trainer"]:
@@ -152,7 +152,7 @@ def plot_staleness(metrics: dict, args: Namespace) -> None:
     """Draw `staleness.png`: the number of gradients of each trainer by staleness."""
     width = 0.8 / len(metrics["per_trainer"])
     for axes, words in picture.in_each_language(
-            args.output_dir / "staleness.png", STALENESS, [metrics],
+            args.output_dir / "staleness.png", STALENESS, metrics,
             consistency=metrics["consistency"], age=metrics["staleness"]["mean"]):
         for place, trainer in enumerate(metrics["per_trainer"]):
             ages = {int(age): n for age, n in trainer["staleness"]["histogram"].items()}

@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from rpc_rl import main as tutorial
 from rpc_rl.main import RPC_THREADS, role_name
-from rpc_rl.results import KEPT, History, finish, refuse_what_cannot_end
+from rpc_rl.results import History, finish, refuse_what_cannot_end
 
 
 class FastObserver(tutorial.Observer):
@@ -168,10 +168,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     """Train, or compare with a single process if `--check` is given; see main.py."""
     args = build_parser().parse_args(argv)
     refuse_what_cannot_end(args)
-    state = checkpoint.inspect(
-        args, make_model=tutorial.Policy, weights="policy",
-        needs={"optimizer": checkpoint.OPTIMIZER, "generators": [torch.get_rng_state()],
-               "history": KEPT})
+    state = checkpoint.inspect(args, tutorial.Policy, weights="policy")
     if state and len(state["generators"]) != args.world_size - 1:
         refuse(f"--world_size {args.world_size} must be {len(state['generators']) + 1}, as in the "
                "checkpoint")

@@ -101,7 +101,7 @@ def plot(metrics: dict, args: argparse.Namespace) -> None:
     """Draw `learning_curve.png`: the reward of each episode and the running reward."""
     path = args.output_dir / "learning_curve.png"
     for axes, words in picture.in_each_language(
-            path, WORDS, [metrics], env=ENV_NAME, observers=args.world_size - 1,
+            path, WORDS, metrics, env=ENV_NAME, observers=args.world_size - 1,
             threshold=args.reward_threshold):
         episodes = range(1, metrics["episodes"] + 1)
         axes.plot(episodes, metrics["rewards"], ".", color="0.7", markersize=4,

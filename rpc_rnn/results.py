@@ -158,7 +158,7 @@ def plot(metrics: dict, args: Namespace) -> None:
     """Draw `loss.png`: the losses per epoch and, if known, the lowest possible losses."""
     words = {language: {**texts, "title": texts["title" if args.corpus else "synthetic"]}
              for language, texts in WORDS.items()}
-    for axes, texts in picture.in_each_language(args.output_dir / "loss.png", words, [metrics],
+    for axes, texts in picture.in_each_language(args.output_dir / "loss.png", words, metrics,
                                                 processes=args.world_size, corpus=args.corpus):
         losses, val_losses = ([epoch[key] for epoch in metrics["epochs"]]
                               for key in ("loss", "val_loss"))

@@ -58,9 +58,7 @@ def require_checkpoint(args: Namespace, language: Language | None) -> None:
     if language is None:
         return
     state = checkpoint.inspect(
-        args, needs={"optimizers": (bytes, bytes), "epochs": [{"loss": float, "val_loss": float}],
-                     "initial_val_loss": float, "vocabulary": object},
-        make_model=lambda: LocalRNNModel(language.ntoken, args.ninp, args.nhid, args.nlayers))
+        args, lambda: LocalRNNModel(language.ntoken, args.ninp, args.nhid, args.nlayers))
     if state is None:
         return
     if state["vocabulary"] != language.vocabulary:

@@ -232,5 +232,5 @@ def test_a_checkpoint_has_the_flags_of_its_training(tmp_path):
                      resume=True, rank=None)
     model = torch.nn.Linear(2, 1)
     checkpoint.save(args, {"model": model.state_dict(), "epochs": 1})
-    state = checkpoint.inspect(args, {"epochs": int}, lambda: model)
+    state = checkpoint.inspect(args, lambda: model)
     assert (state["epochs"], state["settings"]) == (1, {"lr": 0.1})

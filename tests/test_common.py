@@ -316,7 +316,7 @@ def test_languages(asked, drawn, tmp_path, monkeypatch, capfd):
     if asked:
         monkeypatch.setenv("PICTURE_LANGUAGES", asked)
     titles = []
-    for axes, words in picture.in_each_language(tmp_path / "loss.png", WORDS, [MACHINE], n=2):
+    for axes, words in picture.in_each_language(tmp_path / "loss.png", WORDS, MACHINE, n=2):
         axes.plot([1, 2], label=words["mean"])
         titles.append(axes.get_title("left"))
     assert sorted(path.name for path in tmp_path.iterdir()) == drawn
@@ -332,7 +332,7 @@ def test_nothing_overlaps(panels, entries, tmp_path, monkeypatch):
     monkeypatch.setenv("PICTURE_LANGUAGES", "en,ja")
     words = {language: {**texts, "y2": "y"} for language, texts in WORDS.items()}
     figures = []
-    for axes, texts in picture.in_each_language(tmp_path / "loss.png", words, [MACHINE], panels, n=2):
+    for axes, texts in picture.in_each_language(tmp_path / "loss.png", words, MACHINE, panels, n=2):
         lowest = axes if panels == 1 else axes[-1]
         for number in range(entries):
             lowest.plot([0, 1], [0, number], label=texts["mean"] + " of them all" * (number % 3) + str(number))
@@ -347,14 +347,7 @@ def test_nothing_overlaps(panels, entries, tmp_path, monkeypatch):
 
 
 def test_caption():
-    english, japanese = (picture.CAPTIONS[language] for language in ("en", "ja"))
-    assert picture.caption([MACHINE], english) == "One run. 2 CPU cores, torch 2.13.0"
-    assert picture.caption([MACHINE] * 3, japanese) == "3回の測定の中央値と範囲。CPU 2コア、torch 2.13.0"
+    english = picture.CAPTIONS["en"]
+    assert picture.caption(MACHINE, english) == "One run. 2 CPU cores, torch 2.13.0"
     gpu = {**MACHINE, "device": "NVIDIA H200", "cpu_count": 1}
-    own = {**english, "one": "Four rounds"}
-    assert picture.caption([gpu], own) == "Four rounds. NVIDIA H200, 1 CPU core, torch 2.13.0"
-
-
-def test_medians_and_ranges():
-    assert picture.median_and_errors([[1, 5], [2, 9], [4, 6]]) == ([2, 6], ([1, 1], [2, 3]))
-    assert picture.median_and_errors([[1, 5]]) == ([1, 5], None)
+    assert picture.caption(gpu, {**english, "one": "Four rounds"}) == "Four rounds. NVIDIA H200, 1 CPU core, torch 2.13.0"

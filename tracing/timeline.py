@@ -170,7 +170,7 @@ def _draw(lanes: dict[str, list[dict]], arrows: list[dict], title: str,
              for language, texts in WORDS.items()}
     wide = 0.64 if arrows else 0.9
     height = max(3.5, 1.9 + 0.5 * len(windows) * len(lanes) / wide)
-    for axes, texts in picture.in_each_language(path, words, [machine], unit=unit, height=height):
+    for axes, texts in picture.in_each_language(path, words, machine, unit=unit, height=height):
         ticks, y = {}, 0
         for caption, window in windows.items():
             axes.text(0, y - 0.12, caption, va="bottom", fontsize=9,
