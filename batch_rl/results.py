@@ -28,7 +28,7 @@ WORDS = {
                "x": "episode", "y": "length of the first stretch (steps)",
                "mean": "mean of all environments", "running": "running reward",
                "solved": "solved above {threshold:g}"},
-        "ja": {"title": "{env}のバッチ処理：オブザーバー{observers}個、環境{environments}個",
+        "ja": {"title": "{env}のバッチ処理：オブザーバー{observers}つ、環境{environments}個",
                "x": "エピソード", "y": "最初に倒れるまでの長さ（ステップ）",
                "mean": "全環境の平均", "running": "移動平均報酬",
                "solved": "{threshold:g}を超えたら解決"},

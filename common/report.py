@@ -1,4 +1,4 @@
-"""What a run prints and writes: lines with a role, a bar, metrics.json. See also picture.py."""
+"""Output of a run: lines with a role, a progress bar, metrics.json; pictures: picture.py."""
 
 import argparse
 import contextlib
@@ -15,21 +15,21 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-SILENT_S = 6.0  # after so long without a line, a bar that nobody sees prints one
-_printed = 0.0  # when this process has last printed a line, of `time.monotonic()`
+SILENT_S = 6.0  # without a terminal, a bar prints a line after this many seconds of silence
+_printed = 0.0  # `time.monotonic()` of the last line of this process
 
 
 class Bar(tqdm):
-    """Shows how far a run is; see `progress`.
+    """A progress bar; see `progress`.
 
-    With a plain lock: tqdm's own is a semaphore, which a killed process would leave behind.
+    tqdm's own lock is a semaphore, which a killed process would leave behind. This is a plain one.
     """
 
     _lock = threading.RLock()
-    role, since = None, 0.0  # who prints lines in place of the bar, and since when
+    role, since = None, 0.0  # role that prints lines instead of the bar, and since when
 
     def update(self, n: int = 1) -> bool | None:
-        """Go on by `n`; see tqdm."""
+        """Advance by `n`; see tqdm."""
         if self.role is not None:
             self.n += n
             if time.monotonic() - max(self.since, _printed) > SILENT_S:
@@ -38,19 +38,19 @@ class Bar(tqdm):
 
 
 class NotFiniteError(Exception):
-    """Carries what has happened, in words that go on after "rank 0 (trainer) ..."."""
+    """The reason, in words that continue "rank 0 (trainer) ..."."""
 
 
 def require_finite(loss: float | torch.Tensor, at: str, what: str = "a loss") -> float:
-    """Return the loss, a number, unless training has diverged.
+    """Return the loss as a number, unless training has diverged.
 
     Args:
-        loss: a number, or a tensor with one.
-        at: when, in words: "at step 3".
-        what: what it is, if it is no loss.
+        loss: A number, or a tensor of one element.
+        at: The moment in words: "at step 3".
+        what: Name of the number, if it is not a loss.
 
     Raises:
-        NotFiniteError: ends the run with one line and status 1.
+        NotFiniteError: The loss is infinite or NaN; the run ends with one line and status 1.
     """
     loss = loss.item() if isinstance(loss, torch.Tensor) else loss
     if not math.isfinite(loss):
@@ -60,7 +60,7 @@ def require_finite(loss: float | torch.Tensor, at: str, what: str = "a loss") ->
 
 
 def log(role: str, text: str) -> None:
-    """Print a line with its role, above the bar if there is one: `[agent] episode 10 ...`."""
+    """Print a line with its role, `[agent] episode 10 ...`, above the bar if there is one."""
     global _printed
     _printed = time.monotonic()
     Bar.write(f"[{role}] {text}", file=sys.stdout)
@@ -69,15 +69,15 @@ def log(role: str, text: str) -> None:
 
 def progress(total: int, unit: str, initial: int = 0, show: bool = True,
              role: str | None = None) -> Bar:
-    """Make a tqdm bar on a terminal; elsewhere one that shows nothing (`bar.disable`).
+    """Make a tqdm bar on a terminal; elsewhere, a bar that shows nothing (`bar.disable`).
 
     Args:
-        total: where it ends.
-        unit: what it counts: "epoch", "step".
-        initial: where it begins.
-        show: whether this process has it. Where several ranks have the same loop, one should.
-        role: for the line `[role] step 48 of 120` that takes the place of the bar where nothing has
-            been printed for some seconds; None where the program prints lines often enough.
+        total: Last value of the count.
+        unit: Unit of the count: "epoch", "step".
+        initial: First value of the count.
+        show: Whether this process shows it; if several ranks run the same loop, one should.
+        role: Role for the line `[role] step 48 of 120`, which replaces the bar without a terminal
+            after some seconds of silence; None if the program prints lines often enough.
     """
     terminal = sys.stdout.isatty() and sys.stderr.isatty()
     bar = Bar(total=total, unit=unit, initial=initial, disable=not (terminal and show),
@@ -108,26 +108,26 @@ def per_second(count: float, seconds: float) -> float | None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which takes the place of `path` in the end: whole or not at all."""
+    """Yield a temporary path that replaces `path` in the end, so no reader sees half a file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)
     except BaseException:
-        # A disk that has become read-only refuses to remove even what there is not.
+        # A read-only disk refuses to remove even a file that does not exist.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
 
 
 def machine(args: argparse.Namespace, device: str | None = None) -> dict:
-    """Return what a run computes on, for metrics.json and captions: `device`, `cpu_count`, `torch`.
+    """Return `device`, `cpu_count` and `torch` of a run, for metrics.json and captions.
 
     Args:
-        args: the parsed flags.
-        device: "cpu" where the tensors are in main memory whatever `--device` is.
+        args: Parsed flags.
+        device: "cpu" if the tensors are in main memory whatever `--device` says.
     """
-    import joblib  # here: it takes a tenth of a second, and only who writes metrics needs it
+    import joblib  # here: it takes a tenth of a second, and only the writer of metrics needs it
 
     on_cpu = "cpu" in (device, args.device) or not torch.cuda.is_available()
     return {"device": "cpu" if on_cpu else torch.cuda.get_device_name(),
@@ -136,13 +136,13 @@ def machine(args: argparse.Namespace, device: str | None = None) -> dict:
 
 def save_metrics(args: argparse.Namespace, metrics: dict, backend: str | None,
                  device: str | None = None) -> dict:
-    """Write `metrics` and what they ran on to `<output_dir>/metrics.json`; return the whole dict.
+    """Write the metrics and the machine to `<output_dir>/metrics.json`; return the whole dict.
 
     Args:
-        args: the parsed flags.
-        metrics: the example's own keys, with `wall_s` from `launch`.
-        backend: gloo, nccl or tensorpipe; None where there is none.
-        device: "cpu" where the tensors are in main memory whatever `--device` is.
+        args: Parsed flags.
+        metrics: The example's own keys, with `wall_s` from `launch`.
+        backend: gloo, nccl or tensorpipe; None for a single process.
+        device: "cpu" if the tensors are in main memory whatever `--device` says.
     """
     ran_on = {"example": args.example, "world_size": args.world_size, **machine(args, device),
               "backend": backend, "seed": args.seed, "python": platform.python_version()}

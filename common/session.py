@@ -1,4 +1,4 @@
-"""What goes into `rpc.init_rpc` and `dist.init_process_group`, and where a worker computes."""
+"""Options of `rpc.init_rpc` and `dist.init_process_group`, and the device of a rank."""
 
 import contextlib
 import ctypes
@@ -19,8 +19,8 @@ def rpc_options(args: Namespace, num_worker_threads: int = 16) -> "rpc.TensorPip
     """Make the options of `rpc.init_rpc`: where the workers meet, how long a call may take.
 
     Args:
-        args: the parsed flags; `--timeout` is the limit of every call that has none of its own.
-        num_worker_threads: how many incoming calls this process executes at a time.
+        args: Parsed flags; `--timeout` limits every call without a timeout of its own.
+        num_worker_threads: Number of incoming calls that this process executes at a time.
     """
     # RPC_TRANSPORTS is the user's, or common/environment.py has set it. (If this private argument
     # goes, RPC uses all transports that it can, shared memory first.)
@@ -33,36 +33,34 @@ def rpc_options(args: Namespace, num_worker_threads: int = 16) -> "rpc.TensorPip
 
 
 def serving_options(args: Namespace) -> "rpc.TensorPipeRpcBackendOptions":
-    """Make the `rpc_options` of a process on which all others compute.
+    """Make the `rpc_options` of a process that computes for all other ranks.
 
-    It has a thread for each of them, so that who waits there keeps nobody out, and the threads keep
-    activations of a few megabytes that they free: without that, steps of param_server/main.py took
-    1.4 times as long (2 cores).
+    It has a thread for each rank, so a waiting rank blocks no other one. The threads keep the
+    memory of freed activations: without that, steps of param_server/main.py took 1.4 times as long
+    (2 cores).
     """
     keep_memory(blocks_up_to=2**25)
     return rpc_options(args, num_worker_threads=16 + args.world_size)
 
 
 def group_options(args: Namespace, device: torch.device | str = "cpu") -> dict:
-    """Make the options of `dist.init_process_group`, as a dict of its keyword arguments.
-
-    They are the backend, where the ranks meet, and how long a collective may take.
+    """Make the keyword arguments of `dist.init_process_group`: backend, meeting point, timeout.
 
     Args:
-        args: the parsed flags; `--timeout` is the limit.
-        device: where the tensors of the collectives live; see `backend_for`.
+        args: Parsed flags; `--timeout` limits every collective.
+        device: Device of the tensors in the collectives; see `backend_for`.
     """
     backend = backend_for(device)
     return {"backend": backend, "init_method": os.environ["INIT_METHOD"],
             "timeout": timedelta(seconds=args.timeout),
-            "device_id": torch.device(device) if backend == "nccl" else None}  # of its barriers
+            "device_id": torch.device(device) if backend == "nccl" else None}  # for barriers
 
 
 def wait_all(futures: Sequence[torch.futures.Future]) -> list:
-    """Return what all futures bring, in order; raise at once what the first one to fail brings.
+    """Return the results of all futures, in order; raise the first error as soon as it arrives.
 
-    `torch.futures.wait_all` would wait for all others first: for a trainer that waits for the one
-    that has failed.
+    `torch.futures.wait_all` waits for the remaining futures of `rref.rpc_async()` before it raises.
+    One of them may be a trainer that waits for the trainer that failed.
     """
     over, lock, left = torch.futures.Future(), threading.Lock(), len(futures)
 
@@ -74,7 +72,7 @@ def wait_all(futures: Sequence[torch.futures.Future]) -> list:
                 future.value()
                 if left == 0 and not over.done():
                     over.set_result(None)
-            except Exception as error:  # of whatever type it was there
+            except Exception as error:  # of any type
                 if not over.done():
                     over.set_exception(error)
 
@@ -86,40 +84,40 @@ def wait_all(futures: Sequence[torch.futures.Future]) -> list:
 
 
 def device_for(choice: str) -> torch.device:
-    """Return this process's device for `--device auto|cpu|cuda`; ranks share too few GPUs."""
+    """Return this rank's device for `--device`; if there are too few GPUs, ranks share them."""
     if choice == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
 def device_of_group(args: Namespace) -> torch.device:
-    """Return a GPU where each rank has one of its own, with nccl; else the CPU, for gloo.
+    """Return this rank's own GPU, for nccl; the CPU, for gloo, if there are too few GPUs.
 
-    Every machine decides for itself: where one has too few GPUs, all need `--device cpu`.
+    Every machine decides for itself: if one machine has too few GPUs, all need `--device cpu`.
     """
     device = device_for(args.device)
     return torch.device("cpu") if backend_for(device) == "gloo" else device
 
 
 def backend_for(device: torch.device | str) -> str:
-    """Choose `nccl` where every rank of this machine has a GPU of its own, else `gloo`."""
+    """Return `nccl` if every rank on this machine has its own GPU, otherwise `gloo`."""
     own_gpu = (torch.device(device).type == "cuda"
                and int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count())
     if own_gpu:
-        torch.cuda.set_device(device)  # where nccl's barriers and object collectives put tensors
+        torch.cuda.set_device(device)  # nccl's barriers and object collectives put tensors there
     return "nccl" if own_gpu else "gloo"
 
 
 def keep_memory(blocks_up_to: int | None = None) -> None:
     """Let the C library keep freed memory.
 
-    Giving it back and getting it again can cost a third of a worker's time: glibc gives back large
-    blocks, and in the threads in which RPC runs smaller ones too; the system then clears the same
-    pages again and again. Elsewhere there is nothing to do.
+    glibc returns large blocks to the system, and in the threads of RPC also smaller ones. The
+    system then clears the same pages again and again, which can cost a third of a worker's time.
+    Other C libraries need nothing.
 
     Args:
-        blocks_up_to: the size in bytes of what should be kept in each thread. By default blocks of
-            any size are kept for all threads together, which activations of many megabytes need;
+        blocks_up_to: Size in bytes of the blocks that each thread keeps. By default all threads
+            together keep blocks of any size, as activations of many megabytes need; in that case,
             call this before there are threads.
     """
     options = (((M_ARENA_MAX, 1), (M_MMAP_MAX, 0)) if blocks_up_to is None

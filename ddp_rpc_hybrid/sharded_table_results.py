@@ -12,7 +12,7 @@ from ddp_rpc_hybrid import results as hybrid
 WORDS = {
     "en": {**hybrid.WORDS["en"],
            "title": "A table of {rows:,} rows, spread over {trainers} trainers"},
-    "ja": {**hybrid.WORDS["ja"], "title": "{rows:,}行のテーブルを{trainers}個のトレーナーに分割"},
+    "ja": {**hybrid.WORDS["ja"], "title": "{rows:,}行のテーブルをトレーナー{trainers}つに分割"},
 }
 
 

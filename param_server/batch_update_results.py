@@ -16,7 +16,7 @@ WORDS = {
     "en": {"title": "{arch}, {trainers} trainers: what an update is spent on", "x": "update",
            "y": "seconds, mean of the trainers", "compute": "compute", "transfer": "transfer",
            "waiting": "waiting for the others"},
-    "ja": {"title": "{arch}、トレーナー{trainers}個：1回の更新にかかる時間の内訳", "x": "更新",
+    "ja": {"title": "{arch}、トレーナー{trainers}つ：1回の更新にかかる時間の内訳", "x": "更新",
            "y": "秒（トレーナーの平均）", "compute": "計算", "transfer": "転送",
            "waiting": "ほかのトレーナーを待つ"},
 }

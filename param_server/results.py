@@ -18,15 +18,15 @@ MEAN_OF = 10  # steps, in the picture
 WORDS = {
     "en": {"title": "{trainers} trainers, one server ({consistency})", "x": "time (s)",
            "y": "loss (nats), mean of {mean} steps", "trainer": "trainer"},
-    "ja": {"title": "トレーナー{trainers}個、パラメーターサーバー1個（{consistency}）",
+    "ja": {"title": "トレーナー{trainers}つ、パラメーターサーバー1つ（{consistency}）",
            "x": "時間（秒）", "y": "損失（ナット）、{mean}ステップの平均", "trainer": "トレーナー"},
 }
 STALENESS = {
     "en": {"title": "How old the weights of a gradient were ({consistency}, mean {age:.2f})",
            "x": "steps between the forward and its step (staleness)", "y": "gradients",
            "trainer": "trainer"},
-    "ja": {"title": "勾配を計算した重みの古さ（{consistency}、平均{age:.2f}）",
-           "x": "フォワードパスからその勾配による更新までに行われた更新の回数（陳腐化）",
+    "ja": {"title": "勾配の古さ（{consistency}、平均{age:.2f}）",
+           "x": "フォワードパスからその勾配による更新までに行われた更新の回数",
            "y": "勾配の数", "trainer": "トレーナー"},
 }
 

@@ -15,7 +15,7 @@ WORDS = {
     "en": {"title": "{env} over RPC: {observers} observers, one agent", "x": "episode",
            "y": "reward (steps balanced)", "reward": "reward of the worst observer",
            "running": "running reward", "solved": "solved above {threshold:g}"},
-    "ja": {"title": "RPCで訓練する{env}：オブザーバー{observers}個、エージェント1個",
+    "ja": {"title": "RPCで訓練する{env}：オブザーバー{observers}つ、エージェント1つ",
            "x": "エピソード", "y": "報酬（立て続けたステップ数）",
            "reward": "最も成績の悪いオブザーバーの報酬", "running": "移動平均報酬",
            "solved": "{threshold:g}を超えたら解決"},

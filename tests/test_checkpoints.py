@@ -69,7 +69,7 @@ def flags_of(program):
 
 def resume_of(program):
     """elastic.py goes on by itself if there is a checkpoint."""
-    return ["--resume"] if "resume" in vars(program.module().build_parser().parse_args([])) else []
+    return ["--resume"] if "--resume" in program.module().build_parser().format_help() else []
 
 
 def command(place, program, patch=KEEPS):
