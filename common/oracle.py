@@ -1,4 +1,4 @@
-"""What a `--check` compares and prints: every number of a run, against a program of one process.
+"""What a `--check` compares and prints: the numbers of a run and of a single process.
 
     findings = Comparison("3 processes", "one process")
     findings.equal("actions", recorded["actions"], alone["actions"], "same seeds, same draws")
@@ -6,8 +6,8 @@
     findings.holds("updates", arrived == sent, f"{sent} were sent and {arrived} arrived")
     return verdict(findings.as_dict())          # prints a line for each; status 1 if one fails
 
-And what several oracles need to record a run, and to compute it again: numbers in float64, images
-as fingerprints, tensors as one vector, the steps of all ranks side by side.
+It also holds what several checks share: float64, fingerprints of images, tensors as one vector,
+the steps of all ranks side by side, random numbers of each rank.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from torch.utils.data import TensorDataset
 
 
 class Comparison:
-    """Collects what is compared; as a dict it travels from the process that compares.
+    """The findings of a check; as a dict they travel from the rank that compares.
 
     Args:
-        run: what is checked, in words: "3 processes".
-        oracle: what it is held against, in words: "one process".
+        run: What is checked, in words: "3 processes".
+        oracle: What it is compared with, in words: "one process".
     """
 
     def __init__(self, run: str, oracle: str = "one process") -> None:
@@ -37,25 +37,25 @@ class Comparison:
 
     def equal(self, what: str, run: Iterable, oracle: Iterable, because: str,
               unit: str = "step") -> float:
-        """Hold every number of `run` to be bitwise identical; see `close`."""
+        """Require that every number of `run` is bitwise identical; see `close`."""
         return self.close(what, run, oracle, 0.0, because, unit)
 
     def close(self, what: str, run: Iterable, oracle: Iterable, tolerance: float, because: str,
               unit: str = "step", scale_at_least: float = 0.0) -> float:
-        """Hold every number of `run` against that of `oracle`.
+        """Compare every number of `run` with that of `oracle`.
 
         Args:
-            what: the name of the numbers.
-            run, oracle: one entry for each step, in order: a number, a tensor, lists and dicts.
-            tolerance: the largest difference allowed, as a share of the oracle's largest number of
-                that name.
-            because: the reason for the tolerance, in a few words.
-            unit: what an entry is: "step", "episode".
-            scale_at_least: take this for the largest number where that is smaller, so that noise is
-                not held against noise.
+            what: Name of the numbers.
+            run, oracle: One entry for each step, in order: a number, a tensor, lists and dicts.
+            tolerance: Largest allowed difference, as a fraction of the oracle's largest number of
+                the same name.
+            because: Reason for the tolerance, in a few words.
+            unit: What an entry is: "step", "episode".
+            scale_at_least: Smallest value for that largest number, so that noise is not compared
+                with noise.
 
         Returns:
-            The largest difference as such a share; infinite where shapes differ, NaN where one side
+            The largest difference as such a fraction; infinite if shapes differ, NaN if one side
             is not a number.
         """
         run = [dict(_leaves(step)) for step in run]
@@ -74,12 +74,12 @@ class Comparison:
         return self._add(what, largest, False, says, pair)
 
     def holds(self, what: str, condition: object, says: str) -> bool:
-        """Hold a property that is no comparison of numbers; `says`: what was found, in words."""
+        """Require a property that is no comparison of numbers; `says`: what was found, in words."""
         self._add(what, 0.0 if condition else float("inf"), bool(condition), says)
         return bool(condition)
 
     def as_dict(self) -> dict:
-        """Return all of it in a form that JSON can hold."""
+        """Return everything in a form that JSON can hold."""
         return {"run": self.run, "oracle": self.oracle, "findings": self.findings}
 
     def _add(self, what: str, difference: float, holds: bool, says: str,
@@ -91,14 +91,15 @@ class Comparison:
 
 
 def hold_masks(findings: Comparison, masks: torch.Tensor, units: str) -> None:
-    """Hold dropout masks, which depend on who asks first, to be random, at a rate of 0.6.
+    """Require that dropout masks are random, at a rate of 0.6.
 
-    Two random choices in a billion are further from that rate.
+    The order of the requests is chance, so single masks cannot be compared. Two random choices in
+    a billion are further from that rate.
 
     Args:
-        findings: to which this is added.
-        masks: (n, 128).
-        units: what has a mask each: "steps".
+        findings: Receives the findings.
+        masks: Masks (n, 128).
+        units: What has one mask each: "steps".
     """
     share, bound = (masks > 0).double().mean().item(), 6 * math.sqrt(0.24 / masks.numel())
     findings.holds("dropout rate", abs(share - 0.4) < bound,
@@ -124,7 +125,7 @@ def verdict(compared: dict | None) -> dict[str, float] | None:
     """Print a line for each finding and one for all.
 
     Args:
-        compared: what `Comparison.as_dict` gave; None where nothing is reported, which is returned.
+        compared: Result of `Comparison.as_dict`; None on a rank that does not report.
 
     Returns:
         `{what: difference}`.
@@ -150,7 +151,7 @@ def verdict(compared: dict | None) -> dict[str, float] | None:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make new tensors and modules of a type; in float64, a mistake is not taken for rounding."""
+    """Set the type of new tensors; in float64, a mistake cannot be taken for rounding."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -160,10 +161,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def load_float64(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
-    """Load 467 images to train with and 359 to test with, in float64.
+    """Load 467 training images and 359 test images, in float64.
 
-    Both numbers are primes: no number of ranks or steps divides them, so shares are unequal. Filled
-    up to as many for each of two ranks or three, 467 still make a smaller last batch.
+    Both numbers are primes: no number of ranks or steps divides them, so shares are unequal. Padded
+    for two or three ranks, 467 images still make a smaller last batch.
     """
     train, test = (half.tensors for half in load_data(args))
     return (TensorDataset(train[0][:467].double(), train[1][:467]),
@@ -171,14 +172,14 @@ def load_float64(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
 
 
 class Draws:
-    """Keeps the random numbers of one of several processes, a sequence of its own."""
+    """The sequence of random numbers of one of several processes."""
 
     def __init__(self, device: torch.device) -> None:
         self.gpus, self.states = [device] if device.type == "cuda" else [], None
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let what is inside draw from this sequence, and what is outside not notice."""
+        """Draw from this sequence inside the block; outside, nothing changes."""
         with torch.random.fork_rng(self.gpus):
             if self.states:
                 torch.set_rng_state(self.states[0])
@@ -188,13 +189,13 @@ class Draws:
             self.states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.gpus)]
 
     def seed(self, seed: int) -> None:
-        """Begin the sequence that a process has after `torch.manual_seed(seed)`."""
+        """Start the sequence of a process that called `torch.manual_seed(seed)`."""
         with self.drawing():
             torch.manual_seed(seed)
 
 
 def fingerprints(images: torch.Tensor) -> torch.Tensor:
-    """Compute of images (n, ...) the numbers (n,) by which each one can be recognized."""
+    """Compute a number (n,) for each image (n, ...) that identifies it."""
     pixels = images.detach().flatten(1).cpu()
     return pixels @ torch.linspace(1, 2, pixels.shape[1], dtype=pixels.dtype).cos()
 
@@ -205,12 +206,12 @@ def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def by_rank(recorded: list[list[dict]], name: str) -> list[dict]:
-    """Return what all ranks recorded by that name: for each step, `{"rank 0": ..., "rank 1": ...}`.
+    """Return what all ranks recorded by a name: for each step, `{"rank 0": ..., "rank 1": ...}`.
 
     Args:
-        recorded: for each rank its steps, in order, each a dict. An empty list takes the place of a
-            step that one rank lacks, or of the name in it.
-        name: in those dicts.
+        recorded: For each rank its steps, in order, each a dict. An empty list replaces a step that
+            one rank lacks, or a name that it lacks.
+        name: Key in those dicts.
     """
     return [{f"rank {rank}": step.get(name, []) for rank, step in enumerate(of_all)}
             for of_all in zip_longest(*recorded, fillvalue={})]
@@ -233,12 +234,12 @@ def _leaves(entry: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 def _difference(run: list[dict], oracle: list[dict], tolerance: float, unit: str,
                 scale_at_least: float) -> tuple[float, str | None, dict]:
-    """Return the largest difference, in words where the first too large one is, and that pair."""
+    """Return the largest difference, the place of the first large one in words, and that pair."""
     largest, where, first_pair = 0.0, None, {}
     scales = {}
     for step in oracle:
         for name, numbers in step.items():
-            finite = numbers[numbers.isfinite()].abs()  # an infinite scale would hide all else
+            finite = numbers[numbers.isfinite()].abs()  # an infinite scale hides all else
             size = finite.max().item() if finite.numel() else 0.0
             scales[name] = max(scales.get(name, scale_at_least), size)
     first = 0 if unit == "rank" else 1

@@ -1,8 +1,8 @@
-"""What an oracle looks on with, while a program runs in its own processes.
+"""How a check watches a program that runs in its own processes.
 
     with Recorder() as recorder:
         @recorder.around(Agent, "run_episode")
-        def run_episode(original, agent, batch):     # is called in its place
+        def run_episode(original, agent, batch):     # called instead of it
             started = time.perf_counter()
             result = original(agent, batch)
             seconds.append(time.perf_counter() - started)
@@ -12,8 +12,8 @@
         recorder.on_step(after=lambda optimizer: steps.append(named_weights(model)))
         program.run_worker(rank, world_size, args)
 
-The program is the reader's own: nothing in it knows of being recorded. At the end of the `with`,
-all is as before.
+Nothing in the program knows that it is recorded. At the end of the `with`, everything is as
+before.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ from torch.optim import optimizer as every_optimizer
 
 
 class Recorder(contextlib.ExitStack):
-    """Puts functions and hooks into a program, and takes them out again."""
+    """Functions and hooks in a program, which leave at the end of the block."""
 
     def put(self, owner: object, name: str, value: object) -> None:
         """Set an attribute of a module, a class or an object."""
         self.enter_context(mock.patch.object(owner, name, value))
 
     def around(self, owner: object, name: str) -> Callable[[Callable], Callable]:
-        """Decorate the function that is called in place of `owner.name`.
+        """Decorate the function that is called instead of `owner.name`.
 
-        It gets the original as its first argument. RPC still finds it: it has the original's name.
+        Its first argument is the original function. It has the original's name, so RPC finds it.
         """
         original = getattr(owner, name)
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
@@ -58,14 +58,14 @@ class Recorder(contextlib.ExitStack):
         return decorate
 
     def on_forward(self, before: Callable | None = None, after: Callable | None = None) -> None:
-        """Call `before(module, inputs)` and `after(module, inputs, output)`: of every module."""
+        """Call `before(module, inputs)` and `after(module, inputs, output)` for every module."""
         if before:
             self.callback(every_module.register_module_forward_pre_hook(before).remove)
         if after:
             self.callback(every_module.register_module_forward_hook(after).remove)
 
     def on_step(self, before: Callable | None = None, after: Callable | None = None) -> None:
-        """Call `before(optimizer)` and `after(optimizer)` at each step: of every optimizer."""
+        """Call `before(optimizer)` and `after(optimizer)` at each step of every optimizer."""
         if before:
             self.callback(every_optimizer.register_optimizer_step_pre_hook(
                 lambda optimizer, *_: before(optimizer)).remove)
@@ -76,8 +76,8 @@ class Recorder(contextlib.ExitStack):
     def on_context(self, after: Callable[[int, tuple[float, float]], Any]) -> None:
         """Call `after(context_id, (entered, left))` at the end of each context of dist autograd.
 
-        The gradients are still there. The seconds are those of `time.perf_counter`. A context that
-        an exception leaves is no step.
+        The context still holds the gradients. The times are those of `time.perf_counter`. A context
+        that ends with an exception is no step.
         """
 
         class Context(dist_autograd.context):
@@ -93,7 +93,7 @@ class Recorder(contextlib.ExitStack):
         self.put(dist_autograd, "context", Context)
 
     def gather_at_end(self, recorded: Callable[[], Any]) -> list[Any]:
-        """Return a list that has `recorded()` of each rank when the program has left its group."""
+        """Return a list with `recorded()` of each rank, filled when the program leaves its group."""
         everyone = []
 
         @self.around(dist, "destroy_process_group")
@@ -105,10 +105,10 @@ class Recorder(contextlib.ExitStack):
 
 
 class Barriers:
-    """Notes who comes to each `dist.barrier()`, from now on; they are numbered from 1.
+    """A record of the ranks that reach each `dist.barrier()`; barriers are numbered from 1.
 
     Attributes:
-        passed: how many this rank has come to.
+        passed: Number of barriers that this rank has reached.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -117,22 +117,22 @@ class Barriers:
         @recorder.around(dist, "barrier")
         def noted(barrier, *group, **options):
             self.passed += 1
-            # `set` would not wait until it is there.
+            # `set` would not wait until the store has it.
             self._store().add(self._place(dist.get_rank(), self.passed), 1)
             return barrier(*group, **options)
 
     def has(self, rank: int, number: int) -> bool:
-        """Return whether a rank has come to the barrier of this number."""
+        """Return whether a rank has reached the barrier of this number."""
         return self._store().check([self._place(rank, number)])
 
     def all_had_come(self) -> bool:
-        """Return whether this place is behind a barrier, another one than when last asked."""
+        """Return whether all ranks have reached a new barrier since the last call."""
         is_new, self.asked = self.passed > self.asked, self.passed
         return is_new and all(self.has(rank, self.passed) for rank in range(dist.get_world_size()))
 
     @staticmethod
     def _store() -> dist.Store:
-        return dist.distributed_c10d._get_default_store()  # of the group that there is now
+        return dist.distributed_c10d._get_default_store()  # of the current group
 
     @staticmethod
     def _place(rank: int, number: int) -> str:
@@ -151,9 +151,9 @@ def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def named_gradients(module: nn.Module, context_id: int | None = None) -> dict[str, torch.Tensor]:
-    """Copy the gradients of a module, by name: those in a context before those in `.grad`.
+    """Copy the gradients of a module by name: from a context, or else from `.grad`.
 
-    A parameter without a gradient is left out.
+    Parameters without a gradient are left out.
     """
     in_context = {} if context_id is None else dist_autograd.get_gradients(context_id)
     named = {name: in_context.get(parameter, parameter.grad)
@@ -163,7 +163,7 @@ def named_gradients(module: nn.Module, context_id: int | None = None) -> dict[st
 
 
 def current_context() -> int | None:
-    """Return the distributed autograd context of this thread; None outside of any."""
+    """Return the distributed autograd context of this thread, or None."""
     try:
         return dist_autograd._current_context()._context_id()
     except RuntimeError:
@@ -171,7 +171,7 @@ def current_context() -> int | None:
 
 
 def gathered(recorded: Any) -> list[Any]:
-    """Return what all ranks of the default group pass, in their order; each rank calls it."""
+    """Gather an object from each rank, in rank order; every rank of the default group calls this."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, recorded)
     return everyone
