@@ -93,7 +93,7 @@ class Recorder(contextlib.ExitStack):
         self.put(dist_autograd, "context", Context)
 
     def gather_at_end(self, recorded: Callable[[], Any]) -> list[Any]:
-        """Return a list with `recorded()` of each rank, filled when the program leaves its group."""
+        """Return a list that holds `recorded()` of each rank once the program leaves its group."""
         everyone = []
 
         @self.around(dist, "destroy_process_group")
@@ -171,7 +171,7 @@ def current_context() -> int | None:
 
 
 def gathered(recorded: Any) -> list[Any]:
-    """Gather an object from each rank, in rank order; every rank of the default group calls this."""
+    """Gather an object from each rank, in rank order; every rank of the group calls this."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, recorded)
     return everyone
