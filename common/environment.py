@@ -138,7 +138,7 @@ def prepare_start(run_worker: Callable) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *others])
     os.environ["PYTHONSAFEPATH"] = "1"
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPDIR:
-        tempfile.tempdir = "/tmp"  # where multiprocessing makes the folder of its socket
+        tempfile.tempdir = "/tmp"  # multiprocessing creates its socket folder there
     with contextlib.suppress(ImportError, AttributeError):
         # Now, because multiprocessing would start it in a thread that blocks signals, and unblock
         # them. (Not documented. Without it, an early Ctrl-C shows tracebacks.)
@@ -249,7 +249,7 @@ def users_threads() -> int | None:
 
 def quiet() -> None:
     """Keep a normal run of these examples free of torch's warnings, and of nothing else."""
-    # init_rpc hands its own gloo Backend to a collective that would rather have a ProcessGroup.
+    # init_rpc hands its own gloo Backend to a collective that expects a ProcessGroup.
     warnings.filterwarnings("ignore", message=r"You are using a Backend .* as a ProcessGroup")
     # DistributedOptimizer compiles optimizers to TorchScript, which is deprecated. If it does not
     # compile one, because of its class or its Python, it warns of that.

@@ -89,14 +89,14 @@ def launch(run_worker: Callable[[int, int, Namespace], dict | None], args: Names
     """Run `run_worker(rank, world_size, args)` in every process of the program.
 
     Args:
-        run_worker: Module-level function. One role returns a dict that JSON can hold; all other
+        run_worker: Module-level function. One role returns a JSON-serializable dict; all other
             roles return None.
         args: Parsed flags (`common.cli.Parser`).
         role_name: `role_name(rank, world_size)`, the name of a rank in messages.
 
     Returns:
-        That dict with `wall_s` (seconds, start included) in the process that reports: the one that
-        started the ranks; under torchrun and in a manual launch the rank itself. None elsewhere.
+        That dict, with `wall_s` (seconds, including the start), in the process that reports. It
+        is the launcher; under torchrun and in a manual launch, that role's rank. None elsewhere.
 
     Raises:
         RunFailedError: A rank failed; one line has named it. (A `SystemExit` with status 1.)

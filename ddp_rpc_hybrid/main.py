@@ -52,7 +52,7 @@ PS_NAME, MASTER_NAME, TRAINER_NAME = "ps", "master", "trainer{}"
 
 
 def role_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank: the last two are master and server, all others are trainers."""
+    """Return the name of a rank: the trainers come first, then the master, then the server."""
     special = {world_size - 1: PS_NAME, world_size - 2: MASTER_NAME}
     return special.get(rank, TRAINER_NAME.format(rank))
 

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import ROOT
 
 pytestmark = [pytest.mark.skipif(not shutil.which("npm"), reason="needs npm"), pytest.mark.slow]
-SHOWN = ("ja/index.html", "ja/lessons/6_5.html", "ja/lessons/6_4.html", "en/lessons/6_7.html", "en/faults.html",
+SHOWN = ("ja/index.html", "ja/lessons/6_5/index.html", "ja/lessons/6_4/index.html", "en/lessons/6_7/index.html", "en/faults.html",
          "ja/source/rpc_rl/main.py.html", "ja/files/docs/results/replays/rpc_rnn.html")
 
 

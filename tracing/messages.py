@@ -100,7 +100,7 @@ def _within(function: Callable, op: int, end: bool, /, *args: object,
             **kwargs: object) -> object:
     """Call a function for an operation, without recording what the function itself calls.
 
-    An exception ends the operation. If `end` is true, the return does, too.
+    An exception ends the operation. If `end` is true, a normal return ends it, too.
     """
     here.depth += 1
     try:

@@ -28,7 +28,7 @@ from tracing import messages
 from tracing.events import here
 
 NONE_GOES_BACK = ()  # value of `here.forwards` in a call whose backward pass is torch's own
-_backwards = []  # start times of torch's backward passes that are running
+_backwards = []  # start times of torch's running backward passes
 # Private. Without them, the backward passes of distributed autograd have no bars.
 _agent_is_set = getattr(rpc.api, "_is_current_rpc_agent_set", bool)
 _debug_info = getattr(autograd, "_get_debug_info", dict)

@@ -495,7 +495,7 @@ def hold_mixed_precision(findings: Comparison, way: str, reported: list[dict],
 
 
 def adamw_steps(before: list[State], gradients: list[State], args: Namespace) -> list[State]:
-    """Update each of these weights once, in float64, with moments that continue; return them."""
+    """Return the weights after one float64 AdamW step each; the moments carry over."""
     weights = as_float64(before[0])
     optimizer = optim.AdamW(weights.values(), lr=args.lr)
     states = []

@@ -275,7 +275,7 @@ def costs_of_each(args: Namespace, n: int, weights: Weights, calls: int | None =
 
 
 def costs_of_buckets(args: Namespace, n: int, weights: Weights) -> dict:
-    """Derive the same with one all-reduce for each bucket; see `costs_of_each`."""
+    """Derive the costs with one all-reduce for each bucket; see `costs_of_each`."""
     return costs_of_each(args, n, weights, calls=len(gradients_of_buckets(args, weights)))
 
 

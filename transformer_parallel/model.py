@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Causal self-attention: each token reads itself and earlier tokens, (B, T, units) to same."""
+    """Causal self-attention: each token reads itself and earlier ones; keeps (B, T, units)."""
 
     def __init__(self, units: int, heads: int) -> None:
         super().__init__()
