@@ -32,8 +32,8 @@ NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.md")
 FRAME = re.compile(r'File "([^"]+)", line (\d+),? in ([\w<>.]+)')  # of Python, of faulthandler
 ERROR = re.compile(r"(?:^|\\n)((?:\w+\.)*(\w*(?:Error|Exception|Interrupt))\b.*?)(?=\\n|$)",
                    re.MULTILINE)
-RANK = re.compile(r"^rank (\d+) \(([\w-]+)\), the innermost line first:\n((?: *[FT].*\n)*)",
-                  re.MULTILINE)
+RANK = re.compile(r"^rank (\d+) \(([\w-]+)\)(?:, the innermost line first)?:\n", re.MULTILINE)
+BLAMED = re.compile(r"^error: rank (\d+) \(([\w-]+)\)", re.MULTILINE)
 COSTS = {"calls", "bytes sent", "in flight", "bubble", "weights held", "gradients held",
          "state held", "weights held at most", "gradients held at most", "state held at most"}
 MB = 1e6
@@ -251,13 +251,23 @@ def in_words(finding: dict) -> tuple[str, dict]:
 
 
 def places(output: str, file: Path, tree: Path) -> list[tuple[str, dict]]:
-    """Return in which line each rank is: in the learner's file if possible."""
+    """Return in which line each rank is: in the learner's file if possible.
+
+    The launcher prints the stack of each rank after its name; the traceback of the rank that has
+    given up comes last, before its `error:` line.
+    """
+    blamed = BLAMED.search(output)
+    until = output.rfind("Traceback (most", 0, blamed.start()) if blamed else len(output)
+    _, *pieces = RANK.split(output[:until] if until > 0 else output)
+    stacks = [*zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True)]
+    if blamed and until > 0:
+        stacks.append((blamed[1], blamed[2], output[until : blamed.start()]))
     found = []
-    for rank, role, stack in RANK.findall(output):
-        if place := place_in(stack, file, tree, innermost_first=True):
+    for rank, role, stack in sorted(stacks):
+        if place := place_in(stack, file, tree, innermost_first="Traceback (most" not in stack):
             key = "rank_waits" if place["own"] else "rank_elsewhere"
             found.append((key, {"rank": rank, "role": role, **place}))
-    if not found and (place := place_in(output, file, tree)):  # the rank that has given up
+    if not found and (place := place_in(output, file, tree)):
         found = [("own_line" if place["own"] else "lessons_line", place)]
     return found
 

@@ -35,6 +35,8 @@ ALTERNATE = re.compile(r'<link rel="alternate"[^>]*>')  # a browser would reques
 EMPTY_LINK = re.compile(r'<a id="__codelineno-\d+-\d+" name="[^"]*" href="[^"]*"></a>')
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
+PLAIN = re.compile(r"^( *```)\n((?:.{,84}\n)*)(?= *```$)", re.MULTILINE)  # text without long lines
+COLUMNS = re.compile(r"\S {3,}\S|[-─]{4}")  # in a line of a diagram or of a table of characters
 # line that names the file of the code below it
 CODE = re.compile(r"(?<=-->\n\n)(\[`.*`\]\(.*\))$(?=\n\n\Z)", re.MULTILINE)
 # link to a replay; FRAME shows the replay below the link
@@ -51,7 +53,7 @@ WORDS = {"ja": {"name": "PyTorch分散学習チュートリアル", "guide": "�
          "en": {"name": "Distributed PyTorch tutorials", "guide": "Guide and lessons",
                 "more": "More", "replay": "replay"}}
 # The theme's search has only English texts.
-SEARCH = {'${i===1?"result":"results"}': "件", '"No results"': '"見つかりませんでした"',
+SEARCH = {' ${i===1?"result":"results"}': "件", '"No results"': '"見つかりませんでした"',
           '"Loading search\\u2026"': '"検索を準備しています…"',
           '"Search is unavailable. Reload the page to try again."':
               '"検索できません。ページを再読み込みしてください。"',
@@ -115,6 +117,12 @@ def navigation(language: str, titles: dict[str, str]) -> list[dict]:
             {words["more"]: [{titles[name]: name} for name in more]}]
 
 
+def columns(block: re.Match) -> str:
+    """Return the beginning of a PLAIN code block, marked if its lines must not wrap."""
+    marked = len(COLUMNS.findall(block[2])) > 1
+    return f"{block[1]}{' { .text .columns }' if marked else ''}\n{block[2]}"
+
+
 class Site:
     """Sources of the site in one language.
 
@@ -139,8 +147,8 @@ class Site:
             title = re.search(r"^# (.*)$", text, re.MULTILINE)[1]
             titles[place] = title.replace("`", "")
             self.put(place, "".join(
-                part if part.lstrip().startswith("```") else self.converted(part, source, place)
-                for part in FENCE.split(text)))
+                PLAIN.sub(columns, part) if part.lstrip().startswith("```")
+                else self.converted(part, source, place) for part in FENCE.split(text)))
         for source in sorted(self.sources):
             language = {"py": "python", "toml": "toml", "json": "json"}.get(source.split(".")[-1])
             lines = (ROOT / source).read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
@@ -49,7 +50,8 @@ def test_lines_of_code_stay_lines(site):
     lost = []
     for page in sorted((ROOT / "docs/lessons").glob("*.md")):
         name, _, language = page.stem.partition(".")
-        text = (site / (language or "en") / f"lessons/{name}.html").read_text()
+        place = site / (language or "en") / "lessons" / name
+        text = (place / "index.html" if place.is_dir() else place.with_suffix(".html")).read_text()
         shown = {line.strip() for block in re.findall(r"<code[^>]*>(.*?)</code>", text, re.DOTALL)
                  for line in html.unescape(re.sub("<.*?>", "", block)).splitlines()}
         blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
@@ -71,6 +73,17 @@ def test_pages_are_small(site):
     large = {str(path.relative_to(site)): path.stat().st_size for path in site.rglob("*.html")
              if path.stat().st_size > 2**20}
     assert large == {}
+
+
+def test_navigation(site):
+    """The order is that of the chapters; a chapter's folders and further pages stand below it."""
+    text = (site / "en/index.html").read_text()
+    links = re.findall(r'href="\./((?:lessons|folders)/\w+)[./][^"]*" class="md-nav__link', text)
+    order = list(dict.fromkeys(Path(link).name for link in links))
+    assert order[:3] == ["6_1", "6_2", "model_parallel_resnet"]
+    assert [name for name in order if re.fullmatch(r"6_\d|transformer", name)] == [*(f"6_{n}" for n in range(1, 10)), "transformer"]
+    assert order[order.index("6_4"):order.index("6_5")] == ["6_4", "p2p_collectives", "6_4_more"]
+    assert order[order.index("transformer"):][:4] == ["transformer", "transformer_parallel", "transformer_data", "transformer_zero"]
 
 
 @pytest.mark.parametrize("width", [390, 1400, 1800])
@@ -139,7 +152,7 @@ def test_search(word, site, chromium):
     page.keyboard.press("Control+k")
     page.wait_for_timeout(500)
     page.keyboard.type(word)
-    found = page.get_by_text(re.compile(r"\d+ results"))
+    found = page.get_by_text(re.compile(r"^\d+件$"))
     found.wait_for(timeout=10_000)
-    assert int(found.inner_text().split()[0]) > 5
+    assert int(found.inner_text().removesuffix("件")) > 5
     page.close()
