@@ -101,6 +101,10 @@ def test_in_a_browser(width, site, chromium):
         assert said == [], page
         if page.startswith("ja/lessons/"):  # in the page's language
             assert shown.frame_locator(".replay").first.locator("#language").inner_text() == "English"
+        if "/source/" in page:  # each number is beside its line
+            first, last = ([shown.locator(f"{place} >> nth={line}").bounding_box()["y"] for place in (".linenodiv pre > span", ".code code > span")]
+                           for line in (0, -1))
+            assert abs(last[0] - first[0] - last[1] + first[1]) < 4, page
         if "/lessons/" in page:  # on a wide screen, the code is at the right of its text
             text, code = (shown.locator(f".md-content__inner > {what}").first.bounding_box() for what in ("p", ".highlight"))
             assert (code["x"] > text["x"] + text["width"]) == (width == 1800), page

@@ -16,8 +16,8 @@ def select_action_batch(agent_rref: rpc.RRef, ob_id: int,
     `self.lock`: 下の2つを読み書きする間は保持し、`set_result`を呼ぶときは解放しておきます。
     `self.states`: このステップで届いた状態の辞書。キーは`ob_id`で、最初は空です。
     `self.future_actions`: このステップの全員が共有する、未完了のfuture。値は全員のアクションです。
-    `self.act(リスト)`: フォワードパス。全員の`states`を`ob_id`の順に渡すと、全員のアクション（同じ順の
-        リスト）と対数確率のテンソルを返します。1ステップに1回だけ呼びます。
+    `self.act(リスト)`: フォワードパス。全員の`states`を`ob_id`の順に渡すと、全員の
+    アクション（同じ順のリスト）と対数確率のテンソルを返します。1ステップに1回だけ呼びます。
     `self.saved_log_probs`: 1ステップごとに対数確率を追加するリスト。
 
     Called by an observer over RPC; return a future of this observer's K actions.

@@ -9,8 +9,9 @@ def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     indices: ルックアップする行の番号。形は(行数,)です。
     offsets: 各バッグ（行の組）が`indices`のどこから始まるか。形は(バッグ数,)です。
     戻り値: スコア。形は(バッグ数, クラス数)です。
-    `self.emb_rref`: サーバーのCPUにある`nn.EmbeddingBag`へのRRef。その`forward(indices, offsets)`は、
-        バッグごとの行の和（形は(バッグ数, 埋め込みの次元)）を返します。
+    `self.emb_rref`: サーバーのCPUにある`nn.EmbeddingBag`へのRRef。
+    その`forward(indices, offsets)`は、バッグごとの行の和を返します。
+    形は(バッグ数, 埋め込みの次元)です。
     `self.fc`: DDPで包んだ`nn.Linear`。デバイス`self.device`にあります。
 
     Look up rows of the server's table, and compute scores with the linear layer of this trainer.

@@ -4,7 +4,7 @@
 def predict(way, n_ranks, n_bytes):
     """1つのランクが1ステップで送るバイト数を予測します。集合通信は、どれもリング型とします。
 
-    way: "replicas"（DDPと同じで、勾配をall-reduceで平均する）、"zero1"、"zero2"、"zero3"のいずれか。
+    way: "replicas"（DDPと同じで、勾配をall-reduceで平均する）、"zero1"、"zero2"、"zero3"の1つ。
     n_ranks: ランク数N。
     n_bytes: 全パラメーターの大きさP（バイト）。勾配も同じ大きさです。
 

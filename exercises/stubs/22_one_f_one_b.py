@@ -10,8 +10,8 @@ def one_f_one_b(rank: int, n: int, m: int) -> list[Action]:
     n: ランク数。
     m: マイクロバッチの数。nより少ないこともあります。
     戻り値: `Action`のリスト。`Action("F", i, rank)`はマイクロバッチiのフォワードパス、
-        `Action("B", i, rank)`はそのバックワードパスです。どちらもi = 0からm - 1まで、番号の順に1回ずつ
-        現れます。
+        `Action("B", i, rank)`はそのバックワードパスです。どちらもi = 0からm - 1まで、
+        番号順に1回ずつ現れます。
     フォワードパスは前のランクの結果を、バックワードパスは次のランクが返す勾配を待ちます。
 
     Return the order in which a rank of a pipeline computes its forwards and backwards.
