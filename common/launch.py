@@ -113,14 +113,15 @@ def launch(run_worker: Callable[[int, int, Namespace], dict | None], args: Names
         store, address = environment.serve("localhost", 0)
         states = States(store, names, args.timeout, START_S)
         environment.prepare_start(run_worker)
+        stacks, writer = connection.Pipe(duplex=False)
         with stopping_all(args) as processes:
             # `mp.spawn` is short for start_method="spawn": each process imports torch by itself.
             # With "forkserver", one process imports torch, and all ranks are forked from it.
-            job = (run_worker, args, address, environment.of_launcher())
+            job = (run_worker, args, address, environment.of_launcher(), writer)
             start = in_thread(lambda: mp.start_processes(
                 run_rank, job, args.world_size, join=False, start_method=args.start_method))
             processes += processes_of(start)
-            failure, others = watch_processes(processes, states)
+            failure, others = watch_processes(processes, states, stacks)
             result = None if failure else states.result()
         if failure:
             report(failure, states, others)
@@ -168,7 +169,8 @@ def in_thread(call: Callable) -> Future:
     return future
 
 
-def watch_processes(processes: list[BaseProcess], states: "States") -> tuple[Failure | None, int]:
+def watch_processes(processes: list[BaseProcess], states: "States",
+                    stacks: connection.Connection) -> tuple[Failure | None, int]:
     """Wait until every rank has left, or one has failed.
 
     Returns:
@@ -177,7 +179,9 @@ def watch_processes(processes: list[BaseProcess], states: "States") -> tuple[Fai
     running = dict(enumerate(processes))
 
     def goes_on():
-        ended = connection.wait([process.sentinel for process in running.values()], BEAT_S / 2)
+        sentinels = [process.sentinel for process in running.values()]
+        ended = connection.wait([*sentinels, stacks], BEAT_S / 2)
+        show(stacks)
         states.read()
         for rank in [rank for rank, process in running.items() if process.sentinel in ended]:
             running.pop(rank).join()
@@ -189,11 +193,12 @@ def watch_processes(processes: list[BaseProcess], states: "States") -> tuple[Fai
     if failure:
         running.pop(failure.rank, None)
         if failure.kind == WAITED:
-            show_others(failure, states, running)
+            show_others(failure, states, running, stacks)
     return failure, len(running)
 
 
-def show_others(failure: Failure, states: "States", running: dict[int, BaseProcess]) -> None:
+def show_others(failure: Failure, states: "States", running: dict[int, BaseProcess],
+                stacks: connection.Connection) -> None:
     """Print where all ranks but the blamed one are, because it takes two to wait for each other."""
     for other in states.failures():
         if other.rank != failure.rank:
@@ -201,8 +206,16 @@ def show_others(failure: Failure, states: "States", running: dict[int, BaseProce
     for rank, process in running.items():
         print(f"{states.name(rank)}, {INNERMOST}:", file=sys.stderr, flush=True)
         with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGUSR1)  # see `environment.begin`
+            os.kill(process.pid, signal.SIGUSR1)  # see `run_rank`
         time.sleep(DUMP_S)
+        show(stacks)
+
+
+def show(stacks: connection.Connection) -> None:
+    """Print what ranks have written after SIGUSR1, without frames of launcher and tracer."""
+    while stacks.poll():
+        text = os.read(stacks.fileno(), 2**16).decode(errors="replace")
+        print(OWN_FRAMES.sub("", text), end="", file=sys.stderr, flush=True)
 
 
 def how_ended(status: int) -> str:
@@ -268,12 +281,13 @@ def interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def run_rank(rank: int, run_worker: Callable, args: Namespace, address: str,
-             launcher: tuple) -> NoReturn:
+def run_rank(rank: int, run_worker: Callable, args: Namespace, address: str, launcher: tuple,
+             stacks: connection.Connection) -> NoReturn:
     """Be a started process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears it, and ends this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     environment.inherit(*launcher)
+    faulthandler.register(signal.SIGUSR1, file=stacks.fileno())  # the launcher shows them
     try:
         beats = Beats(environment.connect(address), rank, args)
     except (RuntimeError, OSError):  # the launcher has been killed meanwhile
