@@ -1,4 +1,4 @@
-"""What the check records of a run: the program's own, in its own processes.
+"""The recorder of the check, which watches the program in its own processes.
 
 The agent keeps the states it was asked with, its actions, returns, loss, gradients and weights. In
 main.py it also keeps the dropout masks. The following changes make a short run show every mistake:

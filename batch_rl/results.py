@@ -1,4 +1,4 @@
-"""What a run reports: times, the table, metrics.json, the pictures, the summary lines."""
+"""The report of a run: times, the table, metrics.json, the pictures, the summary lines."""
 
 import argparse
 import math

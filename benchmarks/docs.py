@@ -209,7 +209,7 @@ def definition(there, folder):
 
 
 def printed(name, *lines):
-    """What a command has printed, below it; or some of its first and last lines alone."""
+    """Return a command and what it printed, or only some first and last lines of that."""
     text = (outputs.TRANSCRIPTS / f"{name}.txt").read_text(encoding="utf-8")
     if lines:
         (first, last), (_, *whole) = map(int, lines), text.splitlines()

@@ -1,6 +1,6 @@
-"""What does one RPC cost in rpc_rl, and how near is the lesson to the fastest that RPC allows?
+"""Measure the cost of an RPC in rpc_rl, and compare the lesson with the fastest possible RPCs.
 
-Four agents play in turns, within one run, so that a noisy machine cannot favour one of them:
+Four agents play alternately within one run, so a noisy machine cannot favor one of them:
 
     plain                 the tutorial's: 2 RPCs a step, select_action and report_reward
     fast, 2 RPCs a step   acts without a graph
@@ -51,7 +51,7 @@ class Replay(FastAgent):
         return next(self.script[ob_id])
 
     def report_reward(self, ob_id, reward):
-        """Nobody will learn from it."""
+        """Ignore the reward: this agent does not learn."""
 
     def finish_episode(self):
         """Nothing to learn."""
@@ -67,7 +67,7 @@ def run_worker(rank, world_size, args):
 
 
 def measure(world_size, args):
-    """What `run_worker` returns."""
+    """Return the metrics of `run_worker`."""
     agents = {PLAIN: lesson.Agent(world_size, args), TWO: TwoRPCs(world_size, args),
               ONE: FastAgent(world_size, args)}
     agents[CEILING] = Replay(world_size, args, agents[ONE])

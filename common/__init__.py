@@ -1,4 +1,4 @@
-"""What every tutorial repeats and none teaches. If no program can run here, one line says why."""
+"""Helpers of all lessons. If no program can run on this machine, importing them says why."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The state of every rank: where the ranks meet, its share of the cores, quiet output."""
+"""Prepare each rank: its meeting point, its share of the cores, its output."""
 
 import contextlib
 import faulthandler
@@ -29,14 +29,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d, rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-SCHEME = "launcher"  # of INIT_METHOD: the ranks meet in the store of this launcher
-LIMIT = timedelta(seconds=60)  # of a single call of a store
-LONGEST_TEMPDIR = 70  # bytes: the name of a Unix socket has 107, of which 32 come after the folder
+SCHEME = "launcher"  # of INIT_METHOD: the ranks meet in the launcher's store
+LIMIT = timedelta(seconds=60)  # for a single call of a store
+# Bytes. The name of a Unix socket has at most 107, and 32 follow the folder.
+LONGEST_TEMPDIR = 70
 # The fork server imports these; the third one is needed for the first optimizer.
 PRELOAD = ["torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo", "common.launch"]
 
 
-# --- where the ranks meet
+# --- the store in which the ranks meet
 
 
 def serve(host: str, port: int) -> tuple[dist.TCPStore, str]:
@@ -126,7 +127,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def prepare_start(run_worker: Callable) -> None:
-    """Say what the fork server imports, once for all ranks, and where its socket is."""
+    """Set the imports of the fork server, which all ranks share, and the folder of its socket."""
     modules, file = [*PRELOAD], getattr(sys.modules[run_worker.__module__], "__file__", None)
     program = Path(file or "").resolve()
     if program.parent.parent == ROOT:
@@ -159,7 +160,7 @@ def of_launcher() -> tuple[dict, list[Connection]]:
 
 
 def inherit(environ: dict, streams: Sequence[Connection]) -> None:
-    """Take over what `of_launcher` has returned there."""
+    """Take over the environment and output that `of_launcher` returned."""
     os.environ.clear()
     os.environ.update(environ)
     for number, stream in enumerate(streams, start=1):
@@ -169,7 +170,7 @@ def inherit(environ: dict, streams: Sequence[Connection]) -> None:
 
 
 def begin() -> None:
-    """Do what a rank needs from its first moment on."""
+    """Set name resolution and crash reports, which a rank needs from its first moment."""
     # Wait for 1 s, not 5, for a name server that does not answer: torch asks for the name of each
     # address that it connects to, for its log. glibc reads this when it is asked first.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
@@ -188,9 +189,9 @@ def enter(args: Namespace, rank: int, local_rank: int, local_world_size: int,
 
     Args:
         args: Parsed flags.
-        rank: Of this process.
+        rank: Rank of this process.
         local_rank, local_world_size: Its rank and the number of ranks on this machine.
-        init_method: Where the processes meet, for `common.session`.
+        init_method: Address of the meeting point, for `common.session`.
     """
     under_torchrun = init_method == "env://"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "INIT_METHOD")

@@ -1,4 +1,4 @@
-"""What a `--check` compares and prints: the numbers of a run and of a single process.
+"""Compare the numbers of a run with those of a single process, and print the findings.
 
     findings = Comparison("3 processes", "one process")
     findings.equal("actions", recorded["actions"], alone["actions"], "same seeds, same draws")

@@ -1,4 +1,4 @@
-"""How a check watches a program that runs in its own processes.
+"""Watch a program while it runs in its own processes.
 
     with Recorder() as recorder:
         @recorder.around(Agent, "run_episode")

@@ -1,4 +1,4 @@
-"""What `main.py` shows: a table for each demo, metrics.json and the summary line."""
+"""Output of `main.py`: a table for each demo, metrics.json and the summary line."""
 
 import argparse
 import statistics

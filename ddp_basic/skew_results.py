@@ -1,4 +1,4 @@
-"""What `skew.py` shows: a table, skew.png, metrics.json and the summary line."""
+"""Output of `skew.py`: a table, skew.png, metrics.json and the summary line."""
 
 import argparse
 import statistics

@@ -1,4 +1,4 @@
-"""What the model learns: the classes that a teacher gives to bags of indices."""
+"""Training data: bags of indices, and the classes that a teacher model gives them."""
 
 from argparse import Namespace
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a run of `main.py` reports: metrics.json, loss.png and the summary line."""
+"""Report of a run of `main.py`: metrics.json, loss.png and the summary line."""
 
 import time
 from argparse import Namespace
@@ -107,7 +107,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def over_trainers(trainers: list[dict]) -> dict:
-    """Return means over the trainers, each of which has returned `of_trainer`."""
+    """Return means over the trainers' results (`of_trainer`)."""
     epochs = [{key: sum(epoch[key] for epoch in same) / len(same) for key in ("loss", "accuracy")}
               for same in zip(*(trainer["epochs"] for trainer in trainers), strict=True)]
     means = {key: sum(trainer[key] for trainer in trainers) / len(trainers)

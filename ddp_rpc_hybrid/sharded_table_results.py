@@ -1,4 +1,4 @@
-"""What a run of `sharded_table.py` reports: metrics.json, loss.png and the summary line."""
+"""Report of a run of `sharded_table.py`: metrics.json, loss.png and the summary line."""
 
 from argparse import Namespace
 

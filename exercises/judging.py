@@ -41,7 +41,7 @@ MB = 1e6
 
 @dataclass
 class Verdict:
-    """What a run has shown.
+    """The result of a run.
 
     Attributes:
         seen: Names of the findings that do not hold; or "waits", "does not end", "raises" with the

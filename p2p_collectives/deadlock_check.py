@@ -40,7 +40,7 @@ def single_process(args: Namespace) -> list[list[float]]:
 
 def place(file: Path, function: str, call: str) -> tuple[int, str]:
     """Return the line at which `function` calls `call`, which it does once, and its code."""
-    source = file.read_text()
+    source = file.read_text(encoding="utf-8")
     (line,) = [node.lineno for definition in ast.parse(source).body
                if isinstance(definition, ast.FunctionDef) and definition.name == function
                for node in ast.walk(definition)
@@ -65,7 +65,7 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
 def deadlock(program: ModuleType, args: Namespace) -> tuple[int, str, str]:
     """Run until the launcher names a rank; return that rank, how it failed, and all of stderr."""
     rank, what, stderr = -1, "the run has not failed", os.dup(2)
-    with tempfile.TemporaryFile("w+") as file, contextlib.redirect_stderr(file):
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as file, contextlib.redirect_stderr(file):
         os.dup2(file.fileno(), 2)  # the ranks inherit it
         try:
             launch(program.run_worker, args, program.role_name)

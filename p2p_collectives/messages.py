@@ -1,4 +1,4 @@
-"""A record of the messages of one rank: their bytes, their receivers, and who waited for them."""
+"""A record of the messages of one rank: bytes, receivers, and the ranks that waited for them."""
 
 import time
 from datetime import timedelta
@@ -26,7 +26,7 @@ class Request:
 
 
 class Messages:
-    """What this rank sends by `isend`, as [receiver, bytes] in order, and all its requests.
+    """The messages that this rank sends by `isend`, [receiver, bytes] in order, and its requests.
 
     Args:
         recorder: Ends the recording.

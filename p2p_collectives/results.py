@@ -1,4 +1,4 @@
-"""What `main.py` shows: a table for each operation, metrics.json, the summary line."""
+"""Output of `main.py`: a table for each operation, metrics.json, the summary line."""
 
 from argparse import Namespace
 

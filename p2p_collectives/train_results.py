@@ -1,4 +1,4 @@
-"""What `train.py` and its variants show: the progress, a line per epoch, the summary line."""
+"""Output of `train.py` and its variants: the progress, a line per epoch, the summary line."""
 
 from argparse import Namespace
 

@@ -1,4 +1,4 @@
-"""What batch_update.py reports: metrics, the picture and the summary line."""
+"""Report of batch_update.py: metrics, the picture and the summary line."""
 
 import resource
 import sys

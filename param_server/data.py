@@ -1,4 +1,4 @@
-"""What goes into the parameter servers: images, checkpoints, and the inputs that they refuse."""
+"""Inputs of the parameter servers: images, checkpoints, and refused flags."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What the parameter servers of 6_6 report: metrics, pictures and the summary line."""
+"""Report of the parameter servers of 6_6: metrics, pictures and the summary line."""
 
 import collections
 import time
@@ -32,7 +32,7 @@ STALENESS = {
 
 
 class History:
-    """What one trainer reports: the time of its start, and its steps.
+    """The report of one trainer: the time of its start, and its steps.
 
     Args:
         rank: rank of the trainer.

@@ -1,4 +1,4 @@
-"""What a training run reports: its history, metrics.json, the picture, the summary line."""
+"""Report of a training run: its history, metrics.json, the picture, the summary line."""
 
 import argparse
 import math

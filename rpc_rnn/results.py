@@ -1,4 +1,4 @@
-"""What a run reports: metrics, a text written by the model, the picture, the summary line."""
+"""Report of a run: metrics, a text written by the model, the picture, the summary line."""
 
 import math
 from argparse import Namespace

@@ -126,7 +126,7 @@ def wait_until(condition, seconds=60):
 
 
 def imports_torch(pid):
-    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
 
 
 def has_child(words):
@@ -220,7 +220,7 @@ def second(tmp_path_factory):
     for name in ("common", "ddp_basic"):
         shutil.copytree(ROOT / name, folder / name)
     main = folder / "ddp_basic" / "main.py"
-    main.write_text(main.read_text().replace("        optimizer.zero_grad()", "        pass"))
+    main.write_text(main.read_text(encoding="utf-8").replace("        optimizer.zero_grad()", "        pass"))
     shutil.copytree(folder / "ddp_basic", folder.parent / "ddp_basic")  # without its checkout
     shutil.copy(main, folder / "copied.py")
     return folder
@@ -289,7 +289,7 @@ def test_no_private_name_is_needed(name, program, tmp_path):
 def test_no_other_private_name_is_used():
     known = {"_exit", "_replace", "_get_help_string", "_check_ranks", "_settings", "_advice"}  # documented, or of argparse, or ours
     for name in ("launch", "environment", "program", "session", "limits", "cli"):
-        tree = ast.parse((ROOT / "common" / f"{name}.py").read_text())
+        tree = ast.parse((ROOT / "common" / f"{name}.py").read_text(encoding="utf-8"))
         used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert {one for one in used if one.startswith("_") and not one.endswith("__")} <= known
 

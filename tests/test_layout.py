@@ -108,7 +108,7 @@ def test_a_program_has_no_reference_and_no_plots(program):
 def test_joining_and_leaving_are_in_plain_sight(program):
     """In the program, or in the one that it imports from."""
     _, anywhere = imported(parsed(program.path))
-    files = [program.file, *((ROOT / f"{name.replace('.', '/')}.py") for name in anywhere), ROOT / program.folder / "main.py"]
+    files = [program.file, *((ROOT / f"{name.replace('.', '/')}.py") for name in anywhere)]
     text = "".join(file.read_text(encoding="utf-8") for file in files if file.exists())
     if "distributed" in text and program.module().build_parser().distributed:
         assert ("rpc.init_rpc(" in text and "rpc.shutdown(" in text) or (

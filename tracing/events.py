@@ -25,7 +25,7 @@ FORMAT = 2  # of marshal: later ones search for repeated objects, which takes lo
 
 
 class Here(threading.local):
-    """What the current thread is doing. (RPC calls may come from threads that end at once.)"""
+    """The current work of this thread. (RPC calls may come from threads that end at once.)"""
 
     depth = 0  # above 0: inside a recorded function, whose own calls are not recorded
     waits = 0  # number of waits so far

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Window = tuple[float, float]  # start and end, in seconds
 AROUND = ("init_process_group", "init_rpc", "rpc.shutdown")  # the picture leaves them out
 BACKWARD = "dist_autograd.backward"
-MOST_ARROWS = 80  # of a picture: nobody could tell more of them apart
+MOST_ARROWS = 80  # of a picture: more of them cannot be told apart
 IDLE, INK = "0.9", "0.25"  # grays of unrecorded time, and of a message
 WORDS = {
     "en": {"x": "time ({unit})", "y": "", "idle": "not recorded: waiting or other work",

@@ -58,7 +58,7 @@ def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
 
 
 class Routed(NamedTuple):
-    """What the router of a block did in a step."""
+    """The choices of a block's router in a step."""
 
     balance: torch.Tensor  # the second loss
     wanted: list[int]  # tokens of each expert

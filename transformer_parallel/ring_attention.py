@@ -46,7 +46,7 @@ from common.session import device_of_group
 import torch
 import torch.distributed as dist
 
-# Private: the ring inside of the public `context_parallel`, which knows no kernel of CPUs.
+# Private: the ring inside the public `context_parallel`, which knows no kernel of CPUs.
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_attention
 from torch.nn import functional as F
 

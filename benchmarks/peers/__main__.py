@@ -11,7 +11,7 @@ CartPole. with_envpool.py is one_process.py with the environments of EnvPool, an
     python -m benchmarks.peers --only batch_rl torchrl --rounds 1
 
 Solved is, with TorchRL and Sample Factory, a mean above 475 of the last 100 episodes; with the
-agent of batch_rl, a running reward above 475, of which half comes from the newest episode of each
+agent of batch_rl, a running reward above 475; half of it comes from the newest episode of each
 environment.
 """
 
@@ -53,7 +53,7 @@ def ours(python, command, seed, folder):
                    cwd=ROOT, check=True, capture_output=True, timeout=LIMIT_S,
                    env=environments.ours())
     seconds = time.time() - started
-    metrics = json.loads(Path(folder, "metrics.json").read_text())
+    metrics = json.loads(Path(folder, "metrics.json").read_text(encoding="utf-8"))
     (row,) = metrics.get("rows", [metrics])  # one_process has a row for each number of environments
     return (seconds, row["env_steps"]) if row["solved"] else None
 
@@ -80,7 +80,7 @@ def peers(python, program, seed, folder):
 
 
 def build_parser():
-    """What runs, and how often."""
+    """Return the parser of the flags."""
     parser = PlainParser(__doc__)
     parser.set_defaults(example="benchmark_peers", device="cpu", seed=0, world_size=None)
     add, names = parser.add_argument, [*OURS, *PEERS]
