@@ -5,11 +5,11 @@
     python -m benchmarks.compat 2.15 --python python3.13
     python -m benchmarks.compat --gpu                 `make gpu`: with the torch of this environment
 
-In each: every program's `--check`, `pytest -m quick` (also rounded as on an older CPU, and on one
-core), and a short run of every program, which may print nothing on stderr. docs/compatibility.md
-has the table, docs/results/compatibility.json what it is made of. With `--gpu`: every program's
-`--check` and a short run there, also of one rank, with nccl, where it can be alone;
-docs/measurements/gpu.md has the table.
+In each environment, this runs every program's `--check`, a short run of every program, which may
+print nothing on stderr, and `pytest -m quick` (also rounded as on an older CPU, and on one core).
+The results are in docs/results/compatibility.json, the table in docs/compatibility.md. With
+`--gpu`, it runs every program's `--check` and a short run on the GPU. A program that accepts one
+rank also runs with one, over nccl. The table is in docs/measurements/gpu.md.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import platform
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from common import ROOT
 from common.cli import PlainParser
@@ -34,7 +35,7 @@ QUICK = {"quick tests": (), "rounded otherwise": ("env", "ATEN_CPU_CAPABILITY=de
 
 
 def installed(version, base):
-    """The Python of the environment of a version; it is made unless it is there."""
+    """Return the Python of a version's environment; create the environment if it is missing."""
     folder = ROOT / ".compat" / f"{version}-{minor_of(base)}"
     python = folder / "bin/python"
     ready, needed = folder / "ready", [ROOT / "requirements-dev.txt", ROOT / "pyproject.toml"]
@@ -61,7 +62,7 @@ def run(command):
                               timeout=LIMIT_S)
         status, out, err = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired:
-        status, out, err = None, "", f"no end within {LIMIT_S} s"
+        status, out, err = None, "", f"not finished after {LIMIT_S} s"
     return status, out, err, time.monotonic() - began
 
 
@@ -95,24 +96,26 @@ def tried(python: str) -> dict:
     return row
 
 
-def page(rows):
-    """The text of docs/compatibility.md."""
+def write(page: Path, **parts: list[str]) -> None:
+    """Write the lines of each part between its markers: `<!-- table -->` and `<!-- end -->`."""
+    text = page.read_text(encoding="utf-8")
+    for name, lines in parts.items():
+        before, _, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->\n")
+        text = "\n".join([f"{before}<!-- {name} -->\n", *lines, f"\n{end}{after}"])
+    page.write_text(text, encoding="utf-8")
+
+
+def write_versions(rows: list[dict]) -> None:
+    """Write the table of docs/compatibility.md, and what failed."""
     columns = ("torch", "torchvision", "python", "checks", "runs", *QUICK, "minutes")
-    lines = ["# Supported versions of torch, and what was tried with each", "",
-             "`make compat` (`benchmarks/compat.py`) installs each minor version of "
-             "`requirements.txt`'s range in an environment of its own, runs the",
-             "`--check` and a short training of every program, and `make quick`: as it is, rounded "
-             "as on an older CPU (`ATEN_CPU_CAPABILITY=default`), and on one core.",
-             "A program has *passed* that ends with status 0 and prints nothing on stderr.",
-             "A version without `+cpu` is the CUDA build that `pip install torch` gives on Linux, "
-             "run on a CPU.", "",
-             f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    lines += [f"| {' | '.join(str(row[column]) for column in columns)} |" for row in rows]
-    failures = [f"- {row['torch']}, Python {row['python']}: {what}"
-                for row in rows for what in row["failed"]]
-    lines += ["", f"Tried on {platform.system()}, each row with the programs and tests of its day; "
-              f"last on {time.strftime('%Y-%m-%d')}.", ""]
-    return "\n".join(lines + ["## What failed", "", *(failures or ["Nothing."]), ""])
+    table = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    table += [f"| {' | '.join(str(row[column]) for column in columns)} |" for row in rows]
+    when = (f"Tried on {platform.system()}, most recently on {time.strftime('%Y-%m-%d')}. "
+            "Each row has the programs and tests of its day.")
+    failed = [f"- {row['torch']}, Python {row['python']}: {what}"
+              for row in rows for what in row["failed"]]
+    write(PAGE, table=[*table, "", when], failed=failed or ["Nothing."])
 
 
 def tried_on_gpu(program: Program) -> tuple[str, list[str]]:
@@ -127,27 +130,21 @@ def tried_on_gpu(program: Program) -> tuple[str, list[str]]:
     return f"| `{program}` | {' | '.join([*cells, ''][:3])} |", [*filter(None, failures)]
 
 
-def gpu_page(tried):
-    """The text of docs/measurements/gpu.md."""
+def write_gpu(tried: list[tuple[str, list[str]]]) -> None:
+    """Write the table of docs/measurements/gpu.md, what failed, and what was refused."""
     import joblib
     import torch
 
     failures = [failure for _, of_program in tried for failure in of_program]
-    failed = [failure for failure in failures if "status 2, " not in failure]
-    refused = {f"{failure.split()[0]}`: {failure.split('status 2, error: ')[-1]}": None
-               for failure in failures if failure not in failed}  # each line once, in order
-    return "\n".join([
-        "# On a GPU", "",
-        "`make gpu` (`benchmarks/compat.py`): the `--check` and a short run of every program with "
-        "`--device cuda`, whose ranks share the GPUs, and a run of one rank, with nccl.",
-        "What *passed* ended with status 0 and printed nothing on stderr.", "",
-        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {joblib.cpu_count()} "
-        f"cores, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{time.strftime('%Y-%m-%d')}.", "",
-        f"| program | `--check` | run | `{ONE_RANK}` |", f"|{'---|' * 4}",
-        *(row for row, _ in tried), "",
-        "## What failed", "", *([f"- {what}" for what in failed] or ["Nothing."]), "",
-        "## What a program refuses, in one line", "", *(f"- {what}" for what in refused), ""])
+    failed = [f"- {failure}" for failure in failures if "status 2, " not in failure]
+    refused = {f"- {failure.split()[0]}`: {failure.split('status 2, error: ')[-1]}": None
+               for failure in failures if "status 2, " in failure}  # each line once, in order
+    machine = (f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, "
+               f"{joblib.cpu_count()} cores, torch {torch.__version__}, "
+               f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}.")
+    write(GPU_PAGE, table=[machine, "", f"| program | `--check` | run | `{ONE_RANK}` |",
+                           f"|{'---|' * 4}", *(row for row, _ in tried)],
+          failed=failed or ["Nothing."], refused=list(refused))
 
 
 def build_parser():
@@ -165,7 +162,7 @@ def main(argv=None):
     args = build_parser().parse_args(argv)
     if args.gpu:
         tried = [tried_on_gpu(program) for program in programs()]
-        GPU_PAGE.write_text(gpu_page(tried), encoding="utf-8")
+        write_gpu(tried)
         return
     rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
     for version in args.versions or VERSIONS:
@@ -174,7 +171,7 @@ def main(argv=None):
         rows = [other for other in rows if (other["torch"], other["python"]) != key] + [row]
         rows.sort(key=lambda row: (row["torch"], row["python"]))
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        PAGE.write_text(page(rows), encoding="utf-8")
+        write_versions(rows)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """batch_rl without RPC: one process has the policy and a vector environment; the same training.
 
-    python -m benchmarks.one_process                        steps/s with so many environments
+    python -m benchmarks.one_process                        steps/s, by number of environments
     python -m benchmarks.one_process --mode train           until solved, with each of them
 
-This is what to hold RPC against. It is faster than all variants of batch_rl for as long as one
-process can step all environments: what the others distribute costs less than the messages.
+Compare RPC with this program. It is faster than all variants of batch_rl as long as one process
+can step all environments: the work that the variants distribute costs less than their messages.
 """
 
 import statistics
@@ -27,8 +27,8 @@ class OneProcess(VectorAgent):
     """`VectorAgent` with the environments beside it.
 
     Args:
-        args: the flags of batch_rl.
-        num_envs: how many environments.
+        args: Flags of batch_rl.
+        num_envs: Number of environments.
     """
 
     def __init__(self, args, num_envs):

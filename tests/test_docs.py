@@ -1,5 +1,6 @@
 """The pages: their commands, links, numbers and cells exist, and both languages say the same."""
 
+import functools
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ import pytest
 from benchmarks import docs, outputs
 from tests.helpers import commands_in
 
+pytestmark = pytest.mark.quick
 READMES = sorted(path.relative_to(ROOT) for path in docs.pages())
 BY_PATH = {program.path: program for program in programs()}
 # A command anywhere, up to a comment, a second command or the explanation after two spaces.
@@ -70,6 +72,27 @@ def test_links(readme):
                 headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
                 slugs = [docs.anchor_of(heading) for heading in headings]
                 assert anchor in slugs, f"{link}#{anchor}"
+
+
+def code_of(text):
+    """The lines of some Python, without indentation, comments and empty lines."""
+    lines = (re.sub(r"(^|  )#.*", "", line).strip() for line in text.splitlines())
+    return [line for line in lines if line not in ("", "...")]
+
+
+@functools.cache
+def our_lines():
+    return {line for path in ROOT.glob("*/*.py") for line in code_of(path.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("readme", READMES, ids=str)
+def test_an_excerpt_shows_the_code_as_it_is(readme):
+    """A listing of which most lines are ours has no other lines; one that is mostly new is the page's own example."""
+    ours = our_lines()
+    for listing in re.findall(r"```python\n(.*?)```", (ROOT / readme).read_text(encoding="utf-8"), re.DOTALL):
+        lines = code_of(listing)
+        others = [line for line in lines if line not in ours]
+        assert others == [] or len(others) > len(lines) / 3
 
 
 def test_numbers_and_maps_are_up_to_date():
