@@ -54,7 +54,7 @@ class Cart:
     """
 
     def __init__(self, rank: int, k: int, args: argparse.Namespace) -> None:
-        self.rank, self.k, self.args, self.n_steps = rank, k, args, 0
+        self.rank, self.k, self.args = rank, k, args
         self.env = gym.make("CartPole-v1", **limits(rank))
 
     def begin(self) -> None:
@@ -261,13 +261,9 @@ def compare(metrics: dict, run: list[dict], args: argparse.Namespace) -> dict:
 
 
 def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
-    """Compare a short run with a single process; a program trains if it has `train`.
+    """Print each comparison of a short run; return `{what: difference}` where it is reported.
 
-    Returns:
-        `{what: difference}` on the reporting process, None elsewhere.
-
-    Raises:
-        SystemExit: Status 1 if a comparison does not hold.
+    A program of this folder trains if it has `train`; otherwise it times episodes.
     """
     flags = argparse.Namespace(**{
         **vars(args), "program": program.__name__, "timed": not hasattr(program, "train"),

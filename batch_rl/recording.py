@@ -9,7 +9,7 @@ main.py it also keeps the dropout masks. The following changes make a short run 
 - a different reward for each step (`distinct`), so that two exchanged rewards do not go unnoticed;
 - in main.py without batches, actions drawn from numbers of each observer and step (`uniforms`),
   because otherwise the observer that asks first would get the next number;
-- pauses after the lock and after `set_result`, so that races happen;
+- a pause after `set_result`, in which the observers ask again;
 - several pieces per episode when the agent of vector.py learns.
 """
 
@@ -34,7 +34,7 @@ from batch_rl import vector
 N_STEPS = 40  # upper limit for the steps of an episode
 TIME_LIMIT = 13  # steps, in the environments of observer1
 ROWS = 100  # states in a piece of the training
-SLOW_STEPS, SLOW_S = 3, 0.05  # steps of each episode in batches that have pauses, and a pause
+SLOW_STEPS, SLOW_S = 3, 0.05  # steps of each episode in batches that have a pause, and its length
 
 
 def limits(rank: int) -> dict[str, int]:
@@ -71,31 +71,7 @@ def change_environments(recorder: Recorder, rank: int) -> None:
 
 
 def record_races(recorder: Recorder, now: dict) -> None:
-    """Let races happen from now on, and count in `now["locked"]` the answers sent under the lock.
-
-    Args:
-        recorder: Recorder to use.
-        now: Record of the current episode, with its "agent" and its number of "forwards".
-    """
-    class SlowLock:
-        """A lock that lets the last observer in before the holder can continue."""
-
-        def __init__(self, owner, lock):
-            self.owner, self.lock = owner, lock
-            self.acquire, self.locked = lock.acquire, lock.locked
-
-        def __enter__(self):
-            return self.acquire()
-
-        def __exit__(self, *_):
-            self.release()
-
-        def release(self):
-            one_is_missing = len(self.owner.states) == len(now["agent"].ob_rrefs) - 1
-            self.lock.release()
-            if one_is_missing and now["forwards"] < SLOW_STEPS:
-                time.sleep(SLOW_S)
-
+    """Let races show from now on, and count in `now["locked"]` the answers sent under the lock."""
     class GuardedStates(dict):
         """A dict that can only be changed under the lock."""
 
@@ -108,15 +84,11 @@ def record_races(recorder: Recorder, now: dict) -> None:
                 raise RuntimeError("self.states is changed without self.lock")
             super().__setitem__(ob_id, states)
 
-    def put_property(owner, name, made):
-        recorder.enter_context(mock.patch.object(owner, name, property(
-            lambda self: vars(self)[f"recorded {name}"],
-            lambda self, value: vars(self).update({f"recorded {name}": made(self, value)})),
-            create=True))
-
+    guarded = property(
+        lambda self: vars(self)["guarded"],
+        lambda self, states: vars(self).update(guarded=GuardedStates(self, states)))
     for owner in (lesson.Agent, vector.Group):
-        put_property(owner, "lock", SlowLock)
-        put_property(owner, "states", GuardedStates)
+        recorder.enter_context(mock.patch.object(owner, "states", guarded, create=True))
 
     @recorder.around(torch.futures.Future, "set_result")
     def set_result(original, future, result):

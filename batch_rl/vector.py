@@ -16,23 +16,23 @@ agent then becomes the slowest part, so it also works on large pieces:
     python batch_rl/vector.py --observers 5 --envs sync          one after the other, see below
     python batch_rl/vector.py --check                            compare with a single process
 
-The gain: the second command makes about 80,800 environment steps/s in batches, the first one
-22,000 (2 cores; docs/results/batch_rl_64.json, batch_rl_16.json). `--envs sync` uses gymnasium's
-general vector environment, which steps its environments one after the other. It also holds
+The gain: with batched requests, the second command reaches about 80,800 environment steps/s, the
+first one 22,000 (2 cores; docs/results/batch_rl_64.json, batch_rl_16.json). `--envs sync` uses
+gymnasium's general vector environment. It steps its environments one after the other, and can hold
 environments that have no vector version.
 
 The cost is four things to know:
 
-- **The step that resets.** This environment resets itself, in NEXT_STEP mode. The step after the
-  last one of a stretch ignores its action, has no reward, and returns the first state of the next
-  stretch. This step is not played: its return is NaN, and it does not count.
+- **The step that resets.** This environment resets itself, in gymnasium's NEXT_STEP mode. After a
+  pole has fallen, the next step ignores its action, has no reward, and returns the first state of
+  the next attempt. That step is not played: its return is NaN, and it does not count.
 - **One agent per process**, in a global variable. A request then needs no RRef, which both sides
   would have to count.
 - **One seed for K environments**: all resets of the vector CartPole come from one generator.
 - **The same dropout twice**, when the agent acts and when it learns, so the masks are kept. The
   random numbers have a fixed order that does not depend on which observer asks first, and one
-  thread sums up the whole gradient. A seed gives the same training run to the last digit, in both
-  modes.
+  thread sums up the whole gradient. A seed gives the same training run to the last digit, with
+  and without batches.
 """
 
 import argparse

@@ -7,7 +7,6 @@ numbers are float64, in which rounding cannot hide a mistake.
 """
 
 import random
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -21,7 +20,7 @@ from common.recorder import Recorder, copies, named_gradients, named_weights
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
-from torch import nn, optim
+from torch import nn
 from torch.distributed import rpc
 from torch.distributed.rpc import RRef
 
@@ -30,7 +29,6 @@ from ddp_rpc_hybrid import results
 
 EPOCHS, STEPS = 2, 10  # STEPS of a trainer in an epoch
 MOST_ROWS = 1000  # in the table of a check, which is copied after each step
-STEP_S = 0.002  # added to each step of the table, so that two simultaneous steps overlap
 TOLERANCE = 1e-9
 WHY = "float64, whose sums may come in another order"
 Bags = list[list[int]]  # a batch: lists of indices
@@ -122,7 +120,7 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     role, trainers = lesson.role_name(rank, world_size), []
     with Recorder() as recorder:
         if role == lesson.PS_NAME:
-            recorder.on_step(server.before_step, server.after_step)
+            recorder.on_step(after=steps_of_table.append)
         elif role == lesson.MASTER_NAME:
             @recorder.around(results, "over_trainers")
             def over_trainers(original, of_trainers):
@@ -134,30 +132,12 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     return None if metrics is None else compare(trainers, metrics, args)
 
 
-class Server:
-    """Counts of the steps of the table, on the server."""
-
-    def __init__(self) -> None:
-        self.made, self.overlaps, self.under_way = 0, 0, 0
-
-    def before_step(self, optimizer: optim.Optimizer) -> None:
-        """Count an overlap if another step is under way."""
-        self.under_way += 1
-        self.overlaps += self.under_way > 1
-        time.sleep(STEP_S)
-
-    def after_step(self, optimizer: optim.Optimizer) -> None:
-        """Count the step."""
-        self.under_way -= 1
-        self.made += 1
+steps_of_table = []  # on the server, an entry for each step
 
 
-server = Server()  # of this process; elsewhere, it counts nothing
-
-
-def server_counts() -> dict[str, int]:
-    """Return the counts; runs on the server."""
-    return {"made": server.made, "overlaps": server.overlaps}
+def count_steps() -> int:
+    """Return the number of steps of the table; runs on the server."""
+    return len(steps_of_table)
 
 
 def table_now(emb_rref: RRef) -> torch.Tensor:
@@ -223,8 +203,9 @@ def record_trainer(recorder: Recorder) -> None:
         recorder.on_context(after=trainer.after_step)
         metrics = original(emb_rref, rank, args)
         trainer.steps.pop()  # the last backward makes no step; it measures the table's gradient
-        counts = rpc.rpc_sync(lesson.PS_NAME, server_counts)
-        return {**metrics, "recorded": {"first": trainer.first, "steps": trainer.steps, **counts}}
+        made = rpc.rpc_sync(lesson.PS_NAME, count_steps)
+        return {**metrics, "recorded": {"first": trainer.first, "steps": trainer.steps,
+                                        "made": made}}
 
 
 # --- compared
@@ -255,22 +236,13 @@ def compare(trainers: list[dict], metrics: dict, args: Namespace) -> dict:
     findings.close("lockstep, table after each step", [step["table"] for step in ours[0]],
                    [step["table"] for step in steps[0]], TOLERANCE,
                    "float64; the steps of all trainers add up")
-    made, overlaps = trainers[0]["made"], trainers[0]["overlaps"]
+    made = trainers[0]["made"]
     findings.holds("updates of the table, arrived once", made == n * len(steps[0]),
                    f"{made} steps were made of {n * len(steps[0])}"
                    f"{'' if made else '; the steps of a functional optimizer take no lock'}")
-    findings.holds("updates of the table, in turns", overlaps == 0,
-                   f"{overlaps} of {made} steps began before another one had ended")
-    compare_metrics(findings, metrics, steps, args)
-    return findings.as_dict()
-
-
-def compare_metrics(findings: Comparison, metrics: dict, steps: list[list[dict]],
-                    args: Namespace) -> None:
-    """Compare the epochs and the bytes with the steps of one process."""
     findings.close("metrics, loss and accuracy", metrics["epochs"], epochs_of(steps), TOLERANCE,
                    WHY, "epoch")
-    n, dim = len(steps), args.embedding_dim
+    dim = args.embedding_dim
     # The request, the sums of the bags and, on the way back, their gradients.
     over_rpc = fmean(len(step["indices"]) + len(step["offsets"]) * (1 + 2 * dim)
                      for of_rank in steps for step in of_rank)
@@ -281,6 +253,7 @@ def compare_metrics(findings: Comparison, metrics: dict, steps: list[list[dict]]
                          ("table_gradient_bytes", gradient)):
         findings.close(f"metrics, {key}", [metrics[key]], [8 * numbers], TOLERANCE,
                        "8 bytes for each index and float64", "run")
+    return findings.as_dict()
 
 
 def epochs_of(steps: list[list[dict]]) -> list[dict[str, float]]:
@@ -296,6 +269,6 @@ def epochs_of(steps: list[list[dict]]) -> list[dict[str, float]]:
 
 
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
-    """Print each comparison; return `{what: difference}` on the reporting process, else None."""
+    """Print each comparison of a short run; return `{what: difference}` where it is reported."""
     args.epochs, args.num_embeddings = EPOCHS, min(args.num_embeddings, MOST_ROWS)
     return verdict(launch(record, args, program.role_name))

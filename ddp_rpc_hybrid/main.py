@@ -208,7 +208,7 @@ def add_model_flags(parser: Parser) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`.
+    """Run the program, or with `--check` compare it with a single process.
 
     Returns:
         Metrics (with `--check`, the differences) on the reporting process, None elsewhere.

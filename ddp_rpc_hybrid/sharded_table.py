@@ -113,7 +113,7 @@ class AllToAllTable(nn.Module):
         questions = torch.stack([indices % self.part, bags_of(indices, offsets)], dim=1)
         questions = questions[owner.argsort(stable=True)]
         n_questions = owner.bincount(minlength=self.world_size)
-        # No rank knows how much the others will ask: the counts go first, then the questions.
+        # No rank knows how much other ranks will ask: the counts go first, then the questions.
         counts = torch.stack([n_questions, torch.full_like(n_questions, len(offsets))], dim=1)
         n_asked, their_bags = exchange(counts, one_each, one_each).unbind(dim=1)
         asked = exchange(questions, n_questions.tolist(), n_asked.tolist())
@@ -162,8 +162,8 @@ def train(rank: int, world_size: int, args: Namespace) -> dict:
             opt.zero_grad()
             output = model(indices, offsets)
             loss = criterion(output, target)
-            # Inside, DDP averages the gradients of the Linear over the trainers. The owners add up
-            # the gradients of their rows, as the steps on main.py's server add up, too.
+            # In this call, DDP averages the Linear's gradients over the trainers. Each owner adds
+            # up the gradients of its rows, just as the steps on main.py's server add up.
             loss.backward()
             opt.step()
             history.add(loss, output, target, indices)
@@ -190,7 +190,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`.
+    """Run the program, or with `--check` compare it with a single process.
 
     Returns:
         Metrics (with `--check`, the differences) on the reporting process, None elsewhere.

@@ -56,7 +56,7 @@ class AsyncParameterServer(ParameterServer):
     def __init__(self, args: Namespace) -> None:
         super().__init__(args)
         # `functional_call` puts the copies into a module while it computes, so each trainer needs
-        # a module of its own. In a shared one, a trainer would compute with another one's copies.
+        # its own module. In a shared module, it could compute with another trainer's copies.
         self.nets = nn.ModuleList(copy.deepcopy(self.model).to("meta")  # without weights
                                   for _ in range(args.world_size - 1))
         self.steps = 0  # of all trainers

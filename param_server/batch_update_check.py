@@ -21,7 +21,6 @@ from common.vision import import_torchvision
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from param_server import batch_update as lesson
 from param_server import batch_update_results as results
@@ -156,29 +155,20 @@ def record_server(recorder: Recorder, recording: SimpleNamespace) -> None:
         @recorder.around(server, "update_and_fetch_model")
         def update_and_fetch_model(update, *arguments):
             all_are_here.wait(args.timeout)
-            with Additions(server, recording.locked):
-                return update(*arguments)
+            return update(*arguments)
 
+        def add(original, total, *others, **options):
+            if any(total is of_server for of_server in server.sums):
+                recording.locked.append(server.lock.locked())
+            return original(total, *others, **options)
+
+        for name in ("__iadd__", "add_"):
+            recorder.around(torch.Tensor, name)(add)
         recorder.on_step(after=lambda _: recording.steps.append({
             "gradients": named_gradients(server.model), "weights": named_weights(server.model)}))
         results_of_trainers = original(server, args)
         recording.statistics = running_statistics(server.model)
         return results_of_trainers
-
-
-class Additions(TorchFunctionMode):
-    """Notes for each addition to a server's sums whether the lock is held."""
-
-    def __init__(self, server: lesson.BatchUpdateParameterServer, locked: list[bool]) -> None:
-        super().__init__()
-        self.server, self.locked = server, locked
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
-        """Call a function of torch."""
-        if (func.__name__ in ("__iadd__", "add_")
-                and any(args[0] is total for total in self.server.sums)):
-            self.locked.append(self.server.lock.locked())
-        return func(*args, **(kwargs or {}))
 
 
 # --- what is compared
@@ -231,15 +221,7 @@ def compare(recording: SimpleNamespace, measured: dict, args: Namespace) -> dict
 
 
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
-    """Train for a few updates and compare every number with a single process.
-
-    Args:
-        program: batch_update.py.
-        args: parsed flags.
-
-    Returns:
-        The differences, by the name of the comparison.
-    """
+    """Print each comparison of a short run; return `{what: difference}` where it is reported."""
     args.num_updates = UPDATES
     args.batch_size = min(args.batch_size, BATCH_SIZE)
     args.image_size = min(args.image_size, IMAGE_SIZE)

@@ -38,10 +38,10 @@ def summary(measured: dict, args: Namespace) -> dict:
     """Return the metrics of a run for metrics.json.
 
     Args:
-        measured: what the server returns: `trainers`, with the `updates` (loss, compute, seconds)
+        measured: What the server returns: `trainers`, with the `updates` (loss, compute, seconds)
             and `peak_memory` of each trainer; `waits`, the seconds that each trainer waited in
             each update; `peak_memory` of the server; `model_bytes`.
-        args: parsed flags.
+        args: Parsed flags.
 
     Returns:
         `updates` (seconds of the slowest trainer in each), `median_update_s`; `compute`,

@@ -11,6 +11,7 @@ All is in double precision. In single precision, rounding sometimes lets another
 max-pooling, and the gradient then differs by more than some mistakes would change it.
 """
 
+import copy
 import functools
 import importlib
 import threading
@@ -24,7 +25,7 @@ from common.data import load_data
 from common.environment import users_threads
 from common.launch import launch
 from common.oracle import Comparison, verdict
-from common.recorder import Recorder, copies, current_context, named_weights
+from common.recorder import Recorder, current_context, named_weights
 
 import joblib
 import torch
@@ -144,7 +145,7 @@ recording = SimpleNamespace(  # by the server's process
     steps=[],  # context, gradients
     draws=[],  # context, dropout layer, mask; NaN where the input was zero and hides it
     evaluations=[],  # forwards outside of contexts: images, log-probabilities
-    saved=[],  # checkpoints: epochs, weights
+    saved=[],  # checkpoints
     overlap=None,  # steps that other trainers (could make, made) during trainer1's first forward
     first_has_joined=False,
     metrics=None)  # what the first trainer returns
@@ -251,22 +252,17 @@ def record_server(recorder: Recorder, args: Namespace) -> None:
             recording.forwards.append({"context": context, "version": version_of(module),
                                        "images": inputs[0].detach().cpu().clone()})
 
+    @recorder.around(lesson.SGD, "step")
     def step(original, optimizer, *closure):
         original(optimizer, *closure)
         context, server = current_context(), lesson.param_server
-        gradients = server.get_dist_gradients(context)
-        recording.steps.append({
-            "context": context,
-            "gradients": dict(zip(gradients, copies(gradients.values()), strict=True))})
+        recording.steps.append({"context": context,
+                                "gradients": server.get_dist_gradients(context)})
         recording.versions.append(named_weights(server.model))
 
-    def save(_, state):
-        weights = dict(zip(state["model"], copies(state["model"].values()), strict=True))
-        recording.saved.append({"epochs": state["epochs"], "weights": weights})
-
     recorder.on_forward(before_forward, after_forward)
-    recorder.around(lesson.SGD, "step")(step)
-    recorder.put(checkpoint, "save", save)  # a check does not overwrite the file
+    # A check does not overwrite the file.
+    recorder.put(checkpoint, "save", lambda _, state: recording.saved.append(copy.deepcopy(state)))
 
     @recorder.around(lesson.ParameterServer, "join")
     def join(original, server, rank, result):
@@ -310,7 +306,6 @@ def let_others_step(args: Namespace) -> None:
     # Their last forwards follow later, and one must be left for the end of this wait.
     of_others = (args.world_size - 2) * (EPOCHS * BATCHES - 1) - 1
     possible = max(0, min(STEPS_BETWEEN, of_others - before))
-    recording.overlap = possible, 0
     if possible:
         wait_until(lambda: before + possible <= len(recording.steps) < recording.begun - 1, WAIT_S)
     recording.overlap = possible, len(recording.steps) - before
@@ -373,7 +368,7 @@ def compare(args: Namespace) -> dict:
         findings.equal("checkpoints", [saved["epochs"] for saved in recording.saved],
                        range(args.epochs - EPOCHS + 1, args.epochs + 1), "after each epoch", "file")
         if len(ranks) == 1:
-            findings.close("last checkpoint", [saved["weights"] for saved in recording.saved[-1:]],
+            findings.close("last checkpoint", [saved["model"] for saved in recording.saved[-1:]],
                            alone["weights"][-1:], 1e-9, DOUBLE, "file")
     return findings.as_dict()
 
@@ -446,15 +441,7 @@ def compare_metrics(findings: Comparison, alone: dict, stepped: list[tuple[int, 
 
 
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
-    """Train for a few steps and compare every number with a single process.
-
-    Args:
-        program: main.py or async_server.py.
-        args: parsed flags.
-
-    Returns:
-        The differences, by the name of the comparison.
-    """
+    """Print each comparison of a short run; return `{what: difference}` where it is reported."""
     args.batch_size = min(args.batch_size, BATCH_SIZE)
     worker = functools.partial(record, program.__name__)
     return verdict(launch(worker, args, program.role_name))

@@ -45,7 +45,7 @@ def save_checkpoint(model: nn.Module, epochs: int, args: Namespace) -> None:
 
 
 def load_checkpoint(model: nn.Module, args: Namespace) -> int:
-    """Load a checkpoint if `--resume` is given; return the number of epochs behind it."""
+    """Load a checkpoint if `--resume` is given; return the number of epochs in it."""
     if not args.resume:
         return 0
     state = checkpoint.load(args)

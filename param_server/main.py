@@ -260,8 +260,8 @@ def build_parser(example: str = "param_server", description: str = __doc__) -> P
     """Return the parser of this program's flags, or of a variant's flags.
 
     Args:
-        example: the folder for the results, below outputs/.
-        description: the program's docstring.
+        example: Folder for the results, below outputs/.
+        description: Docstring of the program.
     """
     parser = Parser(example, description, world_size=3, min_world_size=2, rpc=True)
     parser.set_defaults(default_master_addr="localhost")  # as in the tutorial: --rank is enough

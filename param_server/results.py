@@ -37,7 +37,7 @@ class History:
     Args:
         rank: rank of the trainer.
         train_set: images of all trainers.
-        first_epoch: number of epochs behind the checkpoint.
+        first_epoch: number of epochs before the checkpoint.
         args: parsed flags.
     """
 

@@ -1,7 +1,6 @@
 """Fixtures that the tests of several folders share."""
 
 import os
-import re
 import shutil
 import signal
 
@@ -19,25 +18,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A worker of pytest-xdist takes a whole file because of its fixtures; of these files it takes a test at a time.
 ONE_BY_ONE = ("test_launch.py", "test_checks.py", "test_mutants.py", "test_programs.py")
 
-# What `make quick` runs, file by file (of test_checks.py, three marked rows): it imports no other file.
-QUICK = {"test_checks.py": "test_every_flag", "test_common.py": "test_(close|what_can|equal|each_name|verdict|speeds|metrics)",
-         "test_docs.py": "", "test_layout.py": "", "test_mutants.py": "test_the_table", "test_programs.py": "test_(what|good|help|it_writes)"}
-
 
 def pytest_ignore_collect(collection_path, config):
-    """Keep `make quick` from the seconds of importing what it does not run."""
-    return True if config.option.markexpr == "quick" and collection_path.suffix and collection_path.name not in QUICK else None
+    """Keep `make quick` from the seconds of importing files that have no quick test."""
+    if config.option.markexpr == "quick" and collection_path.suffix:
+        return True if "pytest.mark.quick" not in collection_path.read_text(encoding="utf-8") else None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items):
-    """Group the tests, and mark what `make quick` runs: refusals, oracles, pages."""
+    """Group the tests."""
     for item in items:
         if item.path.name not in ONE_BY_ONE:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
-        quick = QUICK.get(item.path.name)
-        if quick is not None and re.match(quick, item.name):
-            item.add_marker("quick")
 
 
 @pytest.fixture

@@ -52,36 +52,21 @@ def commands(way, ranks, path, *flags):
     return [script(path, *flags, "--world_size", ranks, "--rank", rank, *where) for rank in range(ranks)]
 
 
-def faulty(module, folder, patch):
-    """The command line of a script that is `module` but for a mistake: `patch`, where the module is `example`."""
-    path = folder / "faulty.py"
-    guard = 'if __name__ == "__main__":\n    example.main()\n'
-    path.write_text(f"import {module} as example\n{patch}\n{guard}")
-    return [sys.executable, str(path)]
-
-
 def args_of(program, folder, *flags):
     """The flags of a program, parsed; `folder` is for its output."""
     return program.build_parser().parse_args(["--output_dir", str(folder), *map(str, flags)])
 
 
-def commands_in(readme, start="python "):
+def commands_in(readme):
     """The commands of a README's code blocks, continued lines joined, each as a list."""
     blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", (ROOT / readme).read_text(), re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.startswith(start)]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("python ")]
 
 
-def run(command, folder, env=None, **options):
+def run(command, folder, env=None):
     """Run a command to its end in `folder`; `env` in place of this environment."""
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          env=env, **options) as process:
-        try:
-            out, err = process.communicate(timeout=LIMIT_S)
-        except BaseException:
-            process.kill()
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=LIMIT_S)
 
 
 def results_of(command, folder):
@@ -135,13 +120,6 @@ def descendants(pid):
     return [pid for child in children(pid) for pid in (child, *descendants(child))]
 
 
-def workers(process):
-    """Process ids of the started ranks, rank 0 first: children of the fork server, or of the launcher itself."""
-    commands = {pid: command_of(pid) for pid in children(process.pid)}
-    servers = [pid for pid, words in commands.items() if "forkserver" in words]
-    return children(servers[0]) if servers else [pid for pid, words in commands.items() if "spawn_main" in words]
-
-
 def command_of(pid):
     """The command line of a process; "" if it has just ended."""
     try:
@@ -180,15 +158,6 @@ def nothing_left(process, folder, *beside):
     assert ours == [], ours
     assert [path for path in folder.rglob(".*.tmp")] == []
     all_end(lambda process: process.cwd() == str(folder))  # beside a rank of torchrun, in its session
-
-
-def listening(pids):
-    """Where these processes listen, {(address, port)}; one that has just ended, nowhere."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            found |= {one.laddr for one in psutil.Process(pid).net_connections("inet") if one.status == psutil.CONN_LISTEN}
-    return found
 
 
 def unused_port():

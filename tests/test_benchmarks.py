@@ -1,12 +1,11 @@
-"""`python -m benchmarks` and `benchmarks.outputs`: what they keep of the runs."""
+"""The benchmarks run, and `python -m benchmarks` keeps what it should of the runs."""
 
 import json
 
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import outputs
-from benchmarks.peers import collectives
+from benchmarks import one_process, outputs, rpc_rl
 
 
 @pytest.fixture
@@ -59,12 +58,17 @@ def test_what_is_shown_is_of_the_run_in_the_middle(bench):
     assert (bench.results / "rpc_rl.txt").read_text(encoding="utf-8").splitlines()[1:] == ["python rpc_rl.py 1"]
 
 
-def test_rounds_of_collectives_become_one_row():
-    def row(way, median_s, vs_gloo):
-        return {"world_size": 2, "collective": "all_reduce", "bytes": 64, "way": way, "median_s": median_s,
-                "vs_gloo": vs_gloo}
+@pytest.mark.slow
+def test_rpc_rl(tmp_path):
+    metrics = rpc_rl.main(["--world_size", "2", "--rounds", "4", "--min_steps", "1", "--output_dir", str(tmp_path)])
+    assert [row["agent"] for row in metrics["rows"]] == ["plain", "fast, 2 RPCs a step", "fast", "ceiling"]
+    assert all(len(speeds) == 4 and min(speeds) > 0 for speeds in metrics["steps_per_s"].values())
 
-    gloo, mpi = collectives.summary([[row("gloo", 4, 1), row("mpi", 1, 4)], [row("gloo", 6, 1), row("mpi", 3, 2)],
-                                     [row("gloo", 5, 1), row("mpi", 4, 1.25)]])
-    assert gloo == row("gloo", 5, 1) | {"low": 1, "high": 1}
-    assert mpi == row("mpi", 3, 2) | {"low": 1.25, "high": 4}
+
+@pytest.mark.slow
+def test_one_process(tmp_path):
+    flags = ["--num_envs", "8", "32", "--num_steps", "60", "--output_dir", str(tmp_path)]
+    metrics = one_process.main([*flags, "--num_episode", "1"])
+    assert [row["num_envs"] for row in metrics["rows"]] == [8, 32]
+    metrics = one_process.main([*flags, "--mode", "train", "--lr", "0.02", "--reward_threshold", "45"])
+    assert all(row["solved"] for row in metrics["rows"])

@@ -5,54 +5,70 @@ The programs and their trainings are those with `saves` in lesson.toml.
 
 import contextlib
 import functools
+import importlib
 import io
-import json
+import itertools
 import os
 import resource
 import shutil
 import signal
-import tempfile
-from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
-from common import checkpoint
 from common.lessons import programs
 from common.report import replacing
 
 import pytest
 import torch
 
-from tests import helpers
+from tests.helpers import slow_but
 
-SAVING = [program for program in programs() if program.saves]
-BY_DAY = ("p2p_collectives.train_ddp", "rpc_rl.fast", "ddp_basic.elastic")
-# Written whole, a checkpoint has replaced the one before it: this keeps a copy of each.
-KEEPS = """
-import itertools, os, pathlib, shutil
+SAVING = {str(program): program for program in programs() if program.saves}
 
-original, saves = os.replace, itertools.count(1)
 
-def replace(temporary, path):
-    original(temporary, path)
-    if pathlib.Path(path).name == "run.pt":
-        shutil.copy(path, f"{path}.{next(saves)}")
+def by_day(*names):
+    """All programs that save; the training of another than these shows the same of its own state, and is slow."""
+    return slow_but(SAVING.values(), *names)
 
-os.replace = replace
-"""
-DIES_WRITING = """
-import os, pathlib, signal
 
-original = os.replace
+BY_DAY = by_day("p2p_collectives.train_ddp", "rpc_rl.fast", "ddp_basic.elastic")
+each_program = pytest.mark.parametrize("program", BY_DAY, ids=str)
 
-def replace(temporary, path):
-    if pathlib.Path(path).name == "run.pt":
-        os.truncate(temporary, os.path.getsize(temporary) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    original(temporary, path)
 
-os.replace = replace
-"""
+def patched(rank, world_size, args):
+    """The `run_worker` of a program, in whose process a patch is in force."""
+    program, patch = os.environ["PATCHED"].split()
+    globals()[patch]()
+    return importlib.import_module(program).run_worker(rank, world_size, args)
+
+
+def keeps(original=os.replace):
+    """Written whole, a checkpoint has replaced the one before it: keep a copy of each."""
+    saves = itertools.count(1)
+
+    def replace(temporary, path):
+        original(temporary, path)
+        if Path(path).name == "run.pt":
+            shutil.copy(path, f"{path}.{next(saves)}")
+
+    os.replace = replace
+
+
+def dies_writing(original=os.replace):
+    """End this process where a checkpoint is half written."""
+    def replace(temporary, path):
+        if Path(path).name == "run.pt":
+            os.truncate(temporary, os.path.getsize(temporary) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(temporary, path)
+
+    os.replace = replace
+
+
+def fills_the_disk():
+    """Let this process write little: a line that it prints, but no checkpoint."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, 2**13))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing fails instead
 
 
 class Ended(NamedTuple):
@@ -72,34 +88,22 @@ def resume_of(program):
     return ["--resume"] if "--resume" in program.module().build_parser().format_help() else []
 
 
-def command(place, program, patch=KEEPS):
-    """Train, or go on from `place/run.pt` if it exists; `patch` is in force in each process."""
-    place.mkdir(parents=True, exist_ok=True)
+def train(place, program, patch=keeps):
+    """Train, or go on from `place/run.pt` if it exists; `patch` is in force in each rank."""
     saved = place / "run.pt"
-    return [*helpers.faulty(program.module_name, place, patch), *flags_of(program),
-            *(resume_of(program) if saved.exists() else []), "--checkpoint", str(saved), "--output_dir", str(place / "out")]
-
-
-def train(place, program):
-    done = helpers.run(command(place, program), place)
-    assert (done.returncode, done.stderr) == (0, "")
-    metrics = json.loads((place / "out/metrics.json").read_text(encoding="utf-8"))
-    return Ended({name: metrics[name] for name in program.saves["same"]}, torch.load(place / "run.pt", weights_only=True),
+    flags = [*flags_of(program), *(resume_of(program) if saved.exists() else []), "--checkpoint", str(saved)]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("PATCHED", f"{program} {patch.__name__}")
+        monkeypatch.setattr(program.module(), "run_worker", patched)
+        metrics = program.module().main([*flags, "--output_dir", str(place / "out")])
+    return Ended({name: metrics[name] for name in program.saves["same"]}, torch.load(saved, weights_only=True),
                  sorted(place.glob("run.pt.*"), key=lambda path: int(path.suffix[1:])))
 
 
-@functools.cache
-def whole(program_name):
-    """Train once without an interruption; the folder lives as long as this process."""
-    folder = tempfile.mkdtemp(prefix="whole-", dir=os.environ.get("PYTEST_WHOLE"))
-    return train(Path(folder), next(program for program in SAVING if str(program) == program_name))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder_of_whole(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTEST_WHOLE", str(tmp_path_factory.mktemp("whole")))
-        yield
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """`whole(name)`: what a program's training leaves that nobody interrupts; it runs once."""
+    return functools.cache(lambda name: train(tmp_path_factory.mktemp("whole"), SAVING[name]))
 
 
 def bits(value, where=""):
@@ -125,46 +129,31 @@ def require_equal(all_at_once, in_parts):
             assert value == all_at_once.metrics[name], name
 
 
-@pytest.mark.timeout(600)  # four trainings or more
-@pytest.mark.parametrize("program", helpers.slow_but(SAVING, *BY_DAY), ids=str)
-def test_stopped_at_each_save_and_resumed(program, tmp_path):
+@each_program
+def test_stopped_and_resumed(program, whole, tmp_path, capfd):
     """State and metrics are those of a training that nobody stopped; from the last save, without a step."""
     at_once = whole(str(program))
     assert len(at_once.checkpoints) >= 3
-    for number, saved in enumerate(at_once.checkpoints):
-        (place := tmp_path / str(number)).mkdir()
+    for saved in (at_once.checkpoints[1], at_once.checkpoints[-1]):
+        (place := tmp_path / saved.name).mkdir()
         shutil.copy(saved, place / "run.pt")
         require_equal(at_once, train(place, program))
+    assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("program", helpers.slow_but(SAVING, "p2p_collectives.train_ddp"), ids=str)
-def test_killed_while_it_writes(program, tmp_path):
-    """The file before it stays, half a file does not, and the training goes on."""
-    at_once = whole(str(program))
-    shutil.copy(at_once.checkpoints[0], tmp_path / "run.pt")
-    done = helpers.run(command(tmp_path, program, DIES_WRITING), tmp_path)
-    assert done.returncode == 1
-    assert "was killed by SIGKILL" in done.stderr.splitlines()[-1]
-    assert (tmp_path / "run.pt").read_bytes() == at_once.checkpoints[0].read_bytes()
+@pytest.mark.parametrize(("patch", "says"), [
+    (dies_writing, "was killed by SIGKILL"), (fills_the_disk, "could not write {}: File too large")], ids=["killed", "full disk"])
+@pytest.mark.parametrize("program", by_day("p2p_collectives.train_ddp"), ids=str)
+def test_half_written(program, patch, says, whole, tmp_path, capfd):
+    """One line says why; the file before it stays, half a file does not, and the training goes on."""
+    at_once, path = whole(str(program)), tmp_path / "run.pt"
+    shutil.copy(at_once.checkpoints[0], path)
+    with pytest.raises(SystemExit, match="^1$"):
+        train(tmp_path, program, patch)
+    assert says.format(path) in capfd.readouterr().err.splitlines()[-1]
+    assert path.read_bytes() == at_once.checkpoints[0].read_bytes()
     assert list(tmp_path.glob(".*.tmp")) == []
     require_equal(at_once, train(tmp_path, program))
-
-
-@pytest.mark.parametrize("program", helpers.slow_but(SAVING, "p2p_collectives.train_ddp"), ids=str)
-def test_a_full_disk(program, tmp_path):
-    """One line says which rank could not write, and why; the file before it is as it was."""
-    at_once = whole(str(program))
-    shutil.copy(at_once.checkpoints[0], tmp_path / "run.pt")
-
-    def full():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing fails instead
-
-    done = helpers.run(command(tmp_path, program, ""), tmp_path, preexec_fn=full)
-    assert done.returncode == 1
-    assert f"could not write {tmp_path / 'run.pt'}: File too large" in done.stderr.splitlines()[-1]
-    assert (tmp_path / "run.pt").read_bytes() == at_once.checkpoints[0].read_bytes()
-    assert list(tmp_path.glob(".*.tmp")) == []
 
 
 def refused(program, path, flags, capfd):
@@ -192,8 +181,8 @@ def changed(state, change):
     return file.getvalue()[:-100] if change == "truncated" else b"lr = 0.01\n" if change == "a text" else file.getvalue()
 
 
-@pytest.mark.parametrize("program", helpers.slow_but(SAVING, *BY_DAY), ids=str)
-def test_what_is_refused(program, tmp_path, capfd):
+@each_program
+def test_what_is_refused(program, whole, tmp_path, capfd):
     path, state = tmp_path / "run.pt", whole(str(program)).checkpoints[-1]
     for change, says in (("truncated", "is not a whole checkpoint of"), ("a text", "is not a whole checkpoint of"),
                          ("another lesson's", "is not a whole checkpoint of"), ("not finite", "has numbers that are not finite"),
@@ -208,16 +197,6 @@ def test_what_is_refused(program, tmp_path, capfd):
     assert "must be" in refused(program, path, [*resume_of(program), "--lr", "0.000123"], capfd)
 
 
-@pytest.mark.parametrize("program", SAVING, ids=str)
-def test_nothing_to_resume(program, tmp_path, capfd):
-    if resume_of(program):
-        for flags, says in ((["--resume"], "--resume requires --checkpoint FILE"),
-                            (["--resume", "--checkpoint", str(tmp_path / "none.pt")], "must be an existing file with --resume")):
-            with pytest.raises(SystemExit, match="^2$"):
-                program.module().main([*flags, "--output_dir", str(tmp_path)])
-            assert says in capfd.readouterr().err
-
-
 def test_half_a_file_is_removed(tmp_path):
     path = tmp_path / "run.pt"
     path.write_text("old", encoding="utf-8")
@@ -225,12 +204,3 @@ def test_half_a_file_is_removed(tmp_path):
         temporary.write_text("half of the n", encoding="utf-8")
         raise KeyError
     assert [(file.name, file.read_text(encoding="utf-8")) for file in tmp_path.iterdir()] == [("run.pt", "old")]
-
-
-def test_a_checkpoint_has_the_flags_of_its_training(tmp_path):
-    args = Namespace(example="lesson", settings={"lr": 0.1}, checkpoint=tmp_path / "run.pt", checkpoint_rank=0,
-                     resume=True, rank=None)
-    model = torch.nn.Linear(2, 1)
-    checkpoint.save(args, {"model": model.state_dict(), "epochs": 1})
-    state = checkpoint.inspect(args, lambda: model)
-    assert (state["epochs"], state["settings"]) == (1, {"lr": 0.1})

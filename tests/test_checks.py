@@ -66,6 +66,7 @@ def flags_of(program):
     return {*re.findall(r"^  (--\w+)", program.module().build_parser().format_help(), re.MULTILINE)} - {f"--{name}" for name in PLACE}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("program", programs(), ids=str)
 def test_every_flag_is_compared(program, monkeypatch):
     """At least one row gives it a value that is not its default, and the ranks start with that value."""

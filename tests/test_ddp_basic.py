@@ -62,6 +62,16 @@ def test_a_pitfall_ends_in_an_error(kind, says, tmp_path, capfd):
     assert re.search(says, capfd.readouterr().err)
 
 
+def test_a_failed_rank_leaves_no_worker_of_its_dataloader(tmp_path):
+    """They outlive a rank that is killed (pytorch/pytorch#8805); with a fork server, forever."""
+    with running(script("ddp_basic/pitfalls.py", "--kind", "open_files"), tmp_path) as one:
+        _, err = one.communicate(timeout=LIMIT_S)
+        *_, told, last = err.splitlines()
+        assert told.startswith("RuntimeError: Too many open files")
+        assert last.startswith("error: rank ")
+        nothing_left(one, tmp_path)
+
+
 def ranks_of(process):
     """Process ids of the ranks under torchrun; none once it has ended."""
     with contextlib.suppress(OSError):

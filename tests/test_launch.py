@@ -200,6 +200,8 @@ CLOSED = "error: .*cannot print, because (its|the) output is closed"
     pytest.param(f"{TRAINS} | head -1", 1, CLOSED, id="output that nobody reads"),
     pytest.param(f"{TRAINS} --rank 0 --master_addr localhost | head -1", 1, CLOSED, id="the same, manual", marks=slow),
     pytest.param(f"RANK=x LOCAL_RANK=x LOCAL_WORLD_SIZE=x TORCHELASTIC_RUN_ID=old {RUN}", 0, "", id="variables of torchrun"),
+    pytest.param(RUN.replace("$PYTHON", "$PYTHON -m cProfile -o profile"), 0, "", id="cProfile"),
+    pytest.param(RUN.replace("$PYTHON", "$PYTHON -m pdb -c continue -c quit"), 0, "", id="pdb"),
     pytest.param(f"{RUN} --lrr 1", 2, r"error: unrecognized arguments: --lrr 1; did you mean --lr\?", id="a typo in a flag"),
     pytest.param(f"{RUN} --local-rank=0", 2, "error: unrecognized arguments: --local-rank=0; .* with torchrun", id="torch.distributed.launch"),
     pytest.param(f"PICTURE_LANGUAGES=jp {RUN}", 2, "error: PICTURE_LANGUAGES=jp must be one or more of en,ja", id="no such language"),

@@ -15,6 +15,7 @@ import pytest
 
 from tests import mutants
 
+pytestmark = pytest.mark.quick
 FOLDERS = [lesson.folder for lesson in lessons()]
 FILES = sorted(str(path.relative_to(ROOT)) for folder in (*FOLDERS, "common", "tracing", "benchmarks", "exercises")
                for path in (ROOT / folder).rglob("*.py")
@@ -149,15 +150,6 @@ def own_imports(folder):
 def test_imports_point_one_way(folder):
     """A variant imports main, never the other way round; no two files import each other, however indirectly."""
     list(graphlib.TopologicalSorter(own_imports(folder)).static_order())  # CycleError
-
-
-@each_folder
-def test_main_imports_no_variant(folder):
-    graph, found, todo = own_imports(folder), set(), {"main"}
-    while todo:
-        found.add(name := todo.pop())
-        todo |= graph[name] - found
-    assert found & {program.name for program in programs() if program.folder == folder} == {"main"}
 
 
 @each_program

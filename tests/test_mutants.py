@@ -17,6 +17,7 @@ def table_of(name):
     return importlib.import_module(f"tests.mutants.{name}").MUTANTS
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", NAMES)
 def test_the_table(name):
     """Enough of them, most of a program's for `--check`, and each still fits to its file."""
@@ -33,7 +34,7 @@ def test_the_table(name):
         assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.name
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES, "ddp_basic", "ddp_rpc_hybrid", "flags"))
+@pytest.mark.parametrize("name", slow_but(NAMES, "ddp_basic", "flags"))
 def test_check_sees_it(name):
     """Or a test, where the table has none for `--check`."""
     table = table_of(name)

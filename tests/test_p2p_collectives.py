@@ -1,18 +1,21 @@
-"""Tutorial 6_4."""
+"""Tutorial 6_4: what `--check` of its programs cannot see."""
 
 import json
+import os
+import re
+
+from common.oracle import Comparison
 
 import pytest
 import torch
 
-from p2p_collectives import ring_allreduce, train
+from p2p_collectives import deadlock, deadlock_check, ring_allreduce, train
 from p2p_collectives.fast_ring import RingAllReduce
-from p2p_collectives.ring_allreduce_results import fit
 from p2p_collectives.shared_memory import SharedMemory, ring_all_gather, ring_reduce_scatter
 from p2p_collectives.train import DataPartitioner
-from tests.helpers import LIMIT_S, args_of, results_of, running, script
+from tests.helpers import LIMIT_S, ROOT, errors_of, results_of, run, running, script, torchrun
 
-TRAIN = "p2p_collectives/train.py"
+TRAIN, DEADLOCK = "p2p_collectives/train.py", "p2p_collectives/deadlock.py"
 
 
 def fails(main, folder, *given):
@@ -21,20 +24,7 @@ def fails(main, folder, *given):
         main(["--output_dir", str(folder), *map(str, given)])
 
 
-# --- rings
-
-
-def test_algorithms_alternate(monkeypatch, tmp_path):
-    """The order is A B A B, not A A B B. This process is a world of its own."""
-    for name, value in (("INIT_METHOD", f"file://{tmp_path}/store"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"),
-                        ("WORLD_SIZE", "1")):
-        monkeypatch.setenv(name, value)
-    order = []
-    fakes = {name: lambda tensor, name=name: order.append(name) for name in ("all_reduce", "B")}
-    monkeypatch.setattr(ring_allreduce, "algorithms", lambda: fakes)
-    args = args_of(ring_allreduce, tmp_path, "--sizes", 64, "--repeats", 2, "--world_size", 1)
-    ring_allreduce.run_worker(0, 1, args)
-    assert order == ["all_reduce", "B"] * 3
+# --- rings and shared memory
 
 
 def with_a_ring_that_does_nothing(rank, world_size, args):
@@ -59,16 +49,19 @@ def test_a_column_is_refused():
             collective(column)
 
 
-@pytest.mark.parametrize(("points", "model"), [
-    ([(6, 2**20, 0.1), (6, 2**21, 0.3)], (0, pytest.approx(2**20 * (100 + 400 / 9) / (10 + 20 / 3)))),  # no negative alpha
-    ([(6, 2**20, 0.1), (6, 2**20, 0.2)], None),  # one size
-    ([(6, 2**20, 0.1), (6, 2**21, 0.1 / 4)], None),  # more bytes in less time
-], ids=range(3))
-def test_alpha_beta_model(points, model):
-    assert fit(points) == model
+def test_a_barrier_in_shared_memory_does_not_wait_forever():
+    """One of two ranks, and the pipe into which the missing rank would write."""
+    shared = SharedMemory.__new__(SharedMemory)
+    shared.place, shared.size, shared.timeout, shared.outboxes = 0, 2, 0.05, []
+    shared.inbox, outbox = os.pipe()
+    with pytest.raises(TimeoutError, match=r"this machine's 2 ranks, 1 not heard of for 0\.05 s"):
+        shared.barrier()
+    os.close(outbox)
+    with pytest.raises(ConnectionError, match="has ended"):
+        shared.barrier()
+    shared.close()
 
 
-# --- training
 # --- training
 
 
@@ -90,18 +83,6 @@ def test_ranks_that_drift_apart_are_noticed(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(train, "run_worker", without_all_reduce)
     fails(train.main, tmp_path, "--epochs", 1)
     assert "ArithmeticError: the replicas have drifted apart" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_training(tmp_path):
-    """With its defaults."""
-    folder, lines = results_of(script(TRAIN, "--world_size", 2), tmp_path)
-    metrics = json.loads((folder / "metrics.json").read_text())
-    assert metrics["test_accuracy"] >= 0.94
-    assert len(metrics["epochs"]) == 10
-    assert metrics["epochs"][-1]["loss"] < 0.3 * metrics["epochs"][0]["loss"]
-    assert lines[0].startswith("[rank0] epoch  1  test accuracy ")
-    assert "weights bitwise identical" in lines[-1]
 
 
 @pytest.mark.slow
@@ -133,3 +114,44 @@ def test_two_terminals(tmp_path):
         assert lines[-1] == "file: 2 ranks found each other once, and their sum is 3"
         other.communicate(timeout=LIMIT_S)
         assert other.returncode == 0
+
+
+# --- deadlocks on purpose
+
+
+@pytest.mark.parametrize("kind", deadlock.KINDS)
+def test_a_fix_stands_above_a_line_that_waits(kind):
+    numbers = [deadlock_check.place(ROOT / DEADLOCK, *where)[0] for where in deadlock_check.WAITS[kind]]
+    lines = (ROOT / DEADLOCK).read_text().splitlines()
+    assert any(lines[number - 2].strip().startswith("# Fix: ") for number in numbers)
+
+
+@pytest.mark.slow  # test_launch.py has ranks that wait under torchrun
+def test_a_deadlock_under_torchrun(tmp_path):
+    result = run(torchrun(2, DEADLOCK, "--output_dir", tmp_path), tmp_path)
+    [line] = errors_of(result.stderr)
+    assert re.search(rf"rank \d \(rank\d\) .*? at {DEADLOCK}:\d+, `dist\.send\(mine, dst=\(rank \+ 1\) % size\)`", line)
+
+
+@pytest.mark.slow
+def test_torch_names_other_collectives(tmp_path):
+    """As the program's docstring promises; torch reads the variable while it is imported."""
+    result = run(script(DEADLOCK, "--kind", "other_collective"), tmp_path, env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    assert result.returncode == 1
+    assert "Op type: ALLREDUCEvs BROADCAST" in result.stderr
+    assert re.fullmatch(r"error: rank \d \(rank\d\) raised RuntimeError(; stopped 1 other process)?", result.stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("rank", "old", "new", "printed", "fails"), [
+    (0, "dist.barrier", "dist.send", "deadlock.py", ["line"]),
+    (1, "", "", "deadlock.py", ["line"]),  # rank 1 waits at another line
+    (0, "", "", "other.py", ["places"]),
+], ids=range(3))
+def test_the_check_of_a_deadlock_sees_a_wrong_line(rank, old, new, printed, fails):
+    args = deadlock.build_parser().parse_args(["--kind", "one_fewer"])
+    (barrier, code), (recv, _) = (deadlock_check.place(ROOT / DEADLOCK, "one_fewer", call) for call in ("dist.barrier", "dist.recv"))
+    what = f"has waited for 5 s at {DEADLOCK}:{barrier}, `{code}`".replace(old or "\0", new)
+    findings = Comparison("a run", "its source")
+    tracebacks = "".join(f'File "/x/{printed}", line {line}, in one_fewer\n' for line in (barrier, recv))
+    deadlock_check.compare_deadlock(findings, rank, what, tracebacks, ROOT / DEADLOCK, args)
+    assert [finding["what"] for finding in findings.findings if not finding["holds"]] == fails

@@ -1,14 +1,16 @@
-"""Tutorial 6_6."""
+"""Tutorial 6_6, and the first half of 6_8: what `--check` cannot see."""
 
-import json
+import time
 
 import pytest
 import torch
+from torch.distributed import rpc
 from torch.nn import functional as F
 
+from param_server import batch_update
 from param_server import main as param_server
 from param_server.async_server import AsyncParameterServer
-from tests.helpers import args_of, results_of, script
+from tests.helpers import args_of
 
 
 def test_dropout_of_the_right_kind():
@@ -49,7 +51,7 @@ def test_a_checkpoint_has_no_half_step(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_check_of_a_resumed_training(capfd, tmp_path):
+def test_check_of_a_resumed_training(tmp_path):
     """The single process goes on from the checkpoint as the server does, and a check does not overwrite the file."""
     saved = tmp_path / "run.pt"
     flags = ["--world_size", "2", "--batch_size", "100", "--checkpoint", str(saved), "--output_dir", str(tmp_path)]
@@ -57,17 +59,34 @@ def test_check_of_a_resumed_training(capfd, tmp_path):
     before = saved.read_bytes()
     assert list(param_server.main(["--check", "--resume", *flags]))[-2:] == ["checkpoints", "last checkpoint"]
     assert saved.read_bytes() == before
-    capfd.readouterr()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["main", "async_server"])
-def test_it_learns(name, tmp_path):
-    """Two epochs, a tenth of the default, with smaller batches."""
-    command = script(f"param_server/{name}.py", "--epochs", 2, "--batch_size", 16, "--lr", 0.04)
-    folder, _ = results_of(command, tmp_path)
-    metrics = json.loads((folder / "metrics.json").read_text())
-    assert metrics["test_accuracy"] > 0.8  # by chance 0.1; the order of the trainers differs from run to run
-    assert metrics["epochs"][-1]["loss"] < 0.6 * metrics["epochs"][0]["loss"]
-    if name == "async_server":
-        assert 0.5 < metrics["staleness"]["mean"] < 1.5  # N trainers: about N - 1
+LIMIT_S = 0.5  # timeout of a call without a timeout of its own
+
+
+def run_slowly(rank, world_size, args):
+    """Run a training that takes longer than the timeout of the server's calls."""
+    original, call_trainers = batch_update.Trainer.get_next_batch, batch_update.run_ps
+
+    def slow(self):
+        for batch in original(self):
+            time.sleep(LIMIT_S)
+            yield batch
+
+    def impatient(*arguments):
+        rpc._set_rpc_timeout(LIMIT_S)
+        with pytest.raises(RuntimeError, match="(?i)time"):  # the limit holds
+            rpc.rpc_sync("trainer1", time.sleep, args=(3 * LIMIT_S,))
+        return call_trainers(*arguments)
+
+    batch_update.Trainer.get_next_batch, batch_update.run_ps = slow, impatient
+    return batch_update.run_worker(rank, world_size, args)
+
+
+def test_longer_than_the_timeout(capfd, monkeypatch, tmp_path):
+    """In the tutorial, a training run that takes longer than one RPC may (60 s) ends with an error."""
+    monkeypatch.setattr(batch_update, "run_worker", run_slowly)
+    metrics = batch_update.main(["--world_size", "2", "--num_updates", "4", "--output_dir", str(tmp_path), "--arch", "resnet18",
+                                 "--image_size", "32", "--batch_size", "4", "--num_classes", "5"])
+    assert len(metrics["loss"]) == 4
+    assert capfd.readouterr().err == ""

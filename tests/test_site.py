@@ -69,12 +69,6 @@ def test_the_other_language_of_a_page(language, other, site):
         assert (path.parent / there).resolve() == (same if same.exists() else site / other / "index.html").resolve(), path
 
 
-def test_pages_are_small(site):
-    large = {str(path.relative_to(site)): path.stat().st_size for path in site.rglob("*.html")
-             if path.stat().st_size > 2**20}
-    assert large == {}
-
-
 def test_navigation(site):
     """The order is that of the chapters; a chapter's folders and further pages stand below it."""
     text = (site / "en/index.html").read_text()

@@ -44,7 +44,7 @@ def test_the_loss_of_large_logits(group):
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
-@pytest.mark.parametrize("way", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("way", ["zero1", "zero2"])  # zero3 is zero2 in this
 def test_a_parameter_without_a_gradient(way, group):
     """A unit could not be updated: the run ends in words."""
     args = zero.build_parser().parse_args(["--blocks", "1"])
@@ -58,8 +58,7 @@ def test_a_parameter_without_a_gradient(way, group):
 
 
 @pytest.mark.parametrize("way", DERIVED)
-@pytest.mark.parametrize("language", ["md", "ja.md"])
-def test_the_guide_has_the_bytes_of_the_formulas(way, language):
+def test_the_guide_has_the_bytes_of_the_formulas(way):
     """On the program's page, without its output; `--check` compares the same formulas with what is counted."""
     program = importlib.import_module(f"transformer_parallel.{DERIVED[way]}")
     args = program.build_parser().parse_args([])
@@ -68,5 +67,6 @@ def test_the_guide_has_the_bytes_of_the_formulas(way, language):
     sent = program.COSTS[way](args, 4, weights, *([[]] if program is experts else []))["bytes sent"]
     sent = (max(sent) if isinstance(sent, list) else sent) / results.MB
     page = {"main": "data", "tensor_parallel": "tensor", "ring_attention": "ring"}.get(DERIVED[way], DERIVED[way])
-    text = (ROOT / f"docs/lessons/transformer_{page}.{language}").read_text(encoding="utf-8")
-    assert f"{sent:.2f} MB" in re.sub("<!-- output.*?<!-- end -->", "", text, flags=re.DOTALL)
+    for language in ("md", "ja.md"):
+        text = (ROOT / f"docs/lessons/transformer_{page}.{language}").read_text(encoding="utf-8")
+        assert f"{sent:.2f} MB" in re.sub("<!-- output.*?<!-- end -->", "", text, flags=re.DOTALL)

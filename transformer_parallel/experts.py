@@ -55,7 +55,7 @@ from transformer_parallel.model import MLP, Transformer, loss_of
 
 
 class Exchange(torch.autograd.Function):
-    """An all-to-all with a backward: rank r gets part r of a tensor, along the first dimension."""
+    """An all-to-all with a backward pass: rank r gets part r of a tensor, along dimension 0."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sent: list[int] | None = None,
@@ -171,7 +171,7 @@ class UnevenExperts(ShardedExperts):
 
 
 class FunctionalExperts(ShardedExperts):
-    """PyTorch's all-to-all, which has a backward."""
+    """PyTorch's all-to-all, which has a backward pass."""
 
     def exchange(self, buffers: torch.Tensor, back: bool = False) -> torch.Tensor:
         """Send each buffer to the rank of its expert, or back."""
@@ -272,7 +272,7 @@ def costs_of_experts(args: Namespace, n: int, weights: Weights, went: list,
 
 
 def leaving(went: list, rank: int, n: int) -> int:
-    """Count the rows that leave a rank in a forward: its tokens, and tokens that it returns."""
+    """Count the rows that leave a rank in a forward pass: its tokens, and tokens it returns."""
     return sum(count for block in went for source, of_rank in enumerate(block)
                for expert, count in enumerate(of_rank)
                if (source == rank) != (expert * n // len(of_rank) == rank))

@@ -46,9 +46,9 @@ Weights = dict[str, torch.Tensor]  # by name
 class Way:
     """A variant of training; this one holds the full model and reads a share of the batch.
 
-    The other variants override what differs. `train` calls in each step, in this order: `part`,
-    `forward_backward`, `finish_gradients`, the optimizer's step, `after_step` and `reported`. It
-    calls `figures` after the last step.
+    The other variants override what differs. In each step, `train` calls, in this order: `part`,
+    `forward_backward`, `finish_gradients`, the optimizer's step, `after_step` and `reported`.
+    After the last step, it calls `figures`.
     """
 
     def __init__(self, model: nn.Module, args: Namespace) -> None:
@@ -108,7 +108,7 @@ class Each(Way):
 
 
 class Buckets(Way):
-    """One all-reduce for many gradients: they lie in a few long vectors, in backward's order."""
+    """One all-reduce for many gradients, which lie in few vectors, in the backward pass's order."""
 
     def __init__(self, model: nn.Module, args: Namespace) -> None:
         super().__init__(model, args)

@@ -5,15 +5,15 @@ for the stage after it): the bubble. The order of a rank's computations decides 
 is, and how many micro-batches the rank holds:
 
     --ways        order of a rank                      bubble              held at most
-    gpipe         all forwards, then all backwards     (n-1) / (m+n-1)     m
-    1f1b          a backward as soon as there is one   the same            n - rank
+    gpipe         all forward, then all backward       (n-1) / (m+n-1)     m
+    1f1b          backward as soon as possible         the same            n - rank
     interleaved   two short stages instead of one      (n-1) / (2m+n-1)    3n - 1 - 2 rank, each in
                                                                            one of its two stages
     torch_gpipe, torch_1f1b, torch_interleaved: the same, by torch.distributed.pipelining
 
-Here n is the number of ranks, m the number of micro-batches, and a backward takes twice as long as
-a forward. Ranks that share the cores of one machine show no bubble in their seconds; the program
-computes it from the orders.
+Here n is the number of ranks, and m the number of micro-batches. A backward pass takes twice as
+long as a forward pass. Ranks that share cores show no bubble in their seconds, so the program
+computes the bubble from the orders.
 
     1f1b, 3 ranks, 4 micro-batches
     rank 0   F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
@@ -64,7 +64,7 @@ class Action(NamedTuple):
 
 
 def gpipe(rank: int, n: int, m: int) -> list[Action]:
-    """Return the order of a rank: all forwards, then all backwards."""
+    """Return the order of a rank: all forward passes, then all backward passes."""
     return [*(Action("F", i, rank) for i in range(m)), *(Action("B", i, rank) for i in range(m))]
 
 
@@ -87,7 +87,7 @@ def interleaved(rank: int, n: int, m: int) -> list[Action]:
 
 
 def in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """Mix two lists: first `ahead` forwards, then one of each, then the remaining backwards."""
+    """Mix two lists: first `ahead` of `forwards`, then one of each, then the last `backwards`."""
     ahead = min(ahead, len(forwards))
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -162,7 +162,7 @@ class Pipeline(Way):
         self.held[stage, micro] = x, y, sent
 
     def backward(self, stage: int, micro: int) -> None:
-        """Compute a backward in a stage, and send the gradient of its input back."""
+        """Run the backward pass of a stage, and send the gradient of its input back."""
         x, y, sent = self.held.pop((stage, micro))
         y.backward(None if stage == self.last else self.receive(micro, stage + 1))
         if sent is not None:
@@ -195,7 +195,7 @@ class Pipeline(Way):
 
 
 class OneFOneB(Pipeline):
-    """1F1B: a backward as soon as possible, so the rank holds fewer micro-batches."""
+    """1F1B: each backward pass as soon as possible, so the rank holds fewer micro-batches."""
 
     schedule = staticmethod(one_f_one_b)
 
@@ -253,7 +253,7 @@ def bubble(orders: list[list[Action]]) -> float:
     """Return the fraction of time in which a rank is idle, if only computations take time.
 
     Args:
-        orders: Actions of each rank, in order. A forward takes 1 unit of time, a backward 2.
+        orders: Actions of each rank, in order. F takes 1 unit of time, B takes 2.
     """
     ends, clocks, todo = {}, [0] * len(orders), [iter(order) for order in orders]
     last = max(action.stage for order in orders for action in order)

@@ -1,8 +1,8 @@
 r"""Activations for the backward pass: recomputed instead of kept, or kept in half the bytes.
 
-Forward keeps what each operation needs in backward: for a block, 16 times the block's input.
-Activation checkpointing keeps only the inputs of blocks. Backward computes a block once more before
-it goes back through it:
+The forward pass keeps what the backward pass needs: in a block, 16 times the block's input.
+Activation checkpointing keeps only the inputs of blocks. The backward pass computes each block once
+more before it goes back through it:
 
     plain        forward    block 0 ######  block 1 ######  block 2 ######  block 3 ######
                  backward   3, 2, 1, 0 from the kept activations
@@ -10,7 +10,7 @@ it goes back through it:
     recompute    forward    block 0 #       block 1 #       block 2 #       block 3 #
                  backward   3 again ######, then back; 2 again ######, then back; ...
 
-    --ways       kept of the blocks after forward        forwards of a block in a step
+    --ways       kept of the blocks after forward        forward passes of a block
     plain        all activations                         1
     recompute    L / K inputs, with --every K            2
     checkpoint   the same, by torch.utils.checkpoint     2
@@ -21,7 +21,7 @@ it goes back through it:
 `--every K` keeps the input of every K-th block; backward then holds the activations of K blocks.
 With L blocks that each keep 16 times their input, L / K + 16 K is smallest at K = sqrt(L) / 4. (If
 a block keeps as much as its input, at the paper's sqrt(L).) This model samples no random numbers.
-A model with dropout must sample the same numbers in both forwards; torch's checkpoint restores the
+With dropout, both forward passes must sample the same numbers; torch's checkpoint restores the
 generators for that.
 
 Mixed precision computes attention and MLPs in bfloat16. This type has the range of float32 and 8
@@ -122,7 +122,7 @@ class Plain(Buckets):
         return group(x)
 
     def figures(self) -> dict[str, float]:
-        """Return the megabytes kept in the last step, and the number of forwards of a block."""
+        """Return the megabytes kept in the last step, and a block's number of forward passes."""
         return {"MB kept": self.kept.bytes() / results.MB,
                 "forwards": self.forwards / len(self.model.blocks)}
 

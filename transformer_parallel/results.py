@@ -28,7 +28,7 @@ def require_room(args: Namespace, copies: int, mlps: int = 1, slots: float = 1,
         args: Parsed flags.
         copies: Copies of the model on all ranks together.
         mlps: MLPs of each block.
-        slots: Slots for each token in these MLPs, with the empty ones.
+        slots: Slots for each token in these MLPs, including empty slots.
         scores: Attention scores that all ranks together hold, in units of T x T for each head of
             each block. PyTorch's attention holds none, the single process of `--check` all.
 
@@ -38,7 +38,7 @@ def require_room(args: Namespace, copies: int, mlps: int = 1, slots: float = 1,
     shape = args.shape
     # Attention has 4 units^2, an MLP 8: both with gradients and AdamW's two moments.
     weights = (4 + 8 * mlps) * shape.units**2 * args.blocks
-    # Each block keeps 16 times the units of a token for backward.
+    # Each block keeps 16 times the units of a token for the backward pass.
     of_token = ((4 + 12 * max(1, slots)) * shape.units
                 + (3 if args.check else scores) * shape.heads * args.seq_len) * args.blocks
     here = len(ranks_here(args))

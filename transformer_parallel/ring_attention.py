@@ -10,20 +10,20 @@ attention, the queries stay on their rank and meet the keys and values of one ra
     rank 3       K3 V3          K2 V2          K1 V1          K0 V0
 
 A softmax needs the sum over all keys. The ring computes it piece by piece ("online"): a larger
-score scales down the sums so far. In backward, K and V go round once more, followed by their
-gradients. Each rank adds to these gradients; after N hops they are back on their own rank.
+score scales down the sums so far. In backward, K and V travel around the ring again, followed by
+their gradients. Each rank adds to these gradients; after N hops they are back on their own rank.
 
     --ways    a rank has of T characters      of K and V, at most    scores of the busiest rank
     gather    T / N, side by side             all                    T x T / N
     ring      T / N, side by side             its own and two more   T x T / N: the last rank's
     zigzag    2 pieces of T / 2N, from the    its own and two more   about half of that, on each
               front and from the end                                 of the ranks
-    torch_ring  PyTorch's own ring, as zigzag; its kernel writes no scores down
+    torch_ring  PyTorch's own ring, as zigzag; its kernel stores no scores
 
 Causal attention skips later tokens: in `ring`, rank 0 has nothing to compute in hops 1 to 3.
-PyTorch's ring is part of the experimental `context_parallel`, which only knows kernels of GPUs.
-`torch_ring` calls that ring with the kernel of CPUs, and sends K and V round. By default,
-`context_parallel` gathers them.
+PyTorch's ring is part of the experimental `context_parallel`, which has kernels for GPUs only.
+`torch_ring` calls that ring with a kernel for CPUs, and lets K and V travel around the ring. By
+default, `context_parallel` gathers them.
 
     python transformer_parallel/ring_attention.py                 on four ranks
     python transformer_parallel/ring_attention.py --builtin       and PyTorch's built-in version

@@ -226,7 +226,7 @@ class TorchFSDP(Way):
 
 
 class TorchFSDPZero2(TorchFSDP):
-    """`fully_shard` that keeps the weights gathered in forward until backward is over."""
+    """`fully_shard` that keeps weights from the forward pass until the backward pass is over."""
 
     reshard_after_forward = False
 

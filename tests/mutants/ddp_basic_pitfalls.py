@@ -1,4 +1,4 @@
-"""Mistakes in `ddp_basic/pitfalls.py`, besides the four that it is about."""
+"""Mistakes in `ddp_basic/pitfalls.py`, besides the five that it is about."""
 
 from tests.mutants import Mutant
 
@@ -7,7 +7,7 @@ PITFALLS = "ddp_basic/pitfalls.py"
 
 def _pitfall(name, kind, old, new, check="losses"):
     return Mutant(name, PITFALLS, old, new, check=check,
-                  flags=("--kind", *kind.split(), "--seed", 7, "--world_size", 3, "--lr", 0.05, "--steps", 5, "--timeout", 20))
+                  flags=("--seed", 7, "--world_size", 3, "--lr", 0.05, "--steps", 5, "--timeout", 20, "--kind", *kind.split()))
 
 
 MUTANTS = [
@@ -19,6 +19,7 @@ MUTANTS = [
     _pitfall("the checkpointed layer leaves out what is before it", "reentrant", "checkpoint(self.net2, hidden,",
              "checkpoint(self.net2, x,"),
     _pitfall("the checkpoint stays re-entrant", "reentrant", "use_reentrant=not args.fixed", "use_reentrant=True", "error: rank"),
+    _pitfall("the kept batches are files after all", "open_files --steps 20", "tensor.clone() for", "tensor for", "error: rank"),
     _pitfall("a mean whose gradients are this rank's", "batchnorm --fixed", "return MeanOfRanks.forward(ctx, gradient)", "return gradient"),
     _pitfall("a sum in place of the mean", "batchnorm --fixed", "return mean / dist.get_world_size()", "return mean"),
     _pitfall("the mean of this rank", "batchnorm --fixed", "mean = MeanOfRanks.apply(x.mean(dim=0))", "mean = x.mean(dim=0)"),

@@ -14,9 +14,11 @@ from tests.test_checks import NOT_COMPARED, flags_of
 
 ELSEWHERE = ("check", "comparison", "results", "require", "parser", "main", "finish")  # files and functions
 # What stands in a line whose flag changes no number: a bar, threads, what is made and not used, a shorter
-# way, a rate that each epoch sets anew or that a checkpoint brings, what torch decides by itself.
-NO_NUMBER = ("report.progress(", "report.log(", "Rounds(", "count_batches(", "share = range(", "-(-len(share)", "rpc_options(", "patterns =",
-             "make_schedule(", "self.n_trainers =", "bucket_cap_mb=",
+# way, a rate that each epoch sets anew or that a checkpoint brings, what torch decides by itself; and the
+# synthetic text of rpc_rnn, which its check takes as it is (tests/test_rpc_rnn.py has its seeds).
+NO_NUMBER = ("= MarkovChain(", "chain.draw(",
+             "report.progress(", "report.log(", "Rounds(", "count_batches(", "share = range(", "-(-len(share)", "rpc_options(", "patterns =",
+             "self.all_have_joined =", "make_schedule(", "self.n_trainers =", "bucket_cap_mb=",
              "optim.AdamW(self.parameters(), lr=self.args.lr)", "self.mesh = mesh_of(model, args.row)", "optim.SGD(net.parameters(), lr=args.lr, momentum=MOMENTUM,")
 
 

@@ -2,7 +2,7 @@
 
 from tests.mutants import Mutant
 
-STOPPED = "tests/test_checkpoints.py::test_stopped_at_each_save_and_resumed"
+STOPPED = "tests/test_checkpoints.py::test_stopped_and_resumed"
 CHECKPOINT, SERVER, SAVING = "common/checkpoint.py", "param_server/main.py", "rpc_rnn/saving.py"
 SERVED = "param_server/data.py"
 FAST, TRAIN = "rpc_rl/fast.py", "p2p_collectives/train.py"
@@ -40,7 +40,7 @@ MUTANTS = [
     Mutant("a training that is over is refused", CHECKPOINT, "args.epochs < behind", "args.epochs <= behind",
            test=f"{STOPPED}[param_server.main]"),
     Mutant("the settings are not saved", CHECKPOINT, '"settings": args.settings, ', "",
-           test="tests/test_checkpoints.py::test_a_checkpoint_has_the_flags_of_its_training"),
+           test="tests/test_checkpoints.py::test_what_is_refused[p2p_collectives.train_ddp]"),
     Mutant("the oracle's training goes on, the server's begins anew", SERVED,
            '    model.load_state_dict(state["model"])\n', "",
            test="tests/test_param_server.py::test_check_of_a_resumed_training"),
