@@ -45,7 +45,7 @@ def fetch_data(args: argparse.Namespace) -> None:
     """Make sure that the data are on this machine, before the processes race for the same files.
 
     Files that the user has placed in `DIR/MNIST/raw`, packed or unpacked, are used as they are.
-    Under torchrun the ranks run already: the first one of each machine fetches, the others wait.
+    Under torchrun the ranks already run: the first rank of each machine fetches, the rest wait.
 
     Raises:
         SystemExit: 2 after one line, if MNIST is neither in `--data_dir` nor can be fetched.

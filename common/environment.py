@@ -133,6 +133,7 @@ def prepare_start(run_worker: Callable) -> None:
     if program.parent.parent == ROOT:
         modules.append(f"{program.parent.name}.{program.stem}")
     multiprocessing.set_forkserver_preload([*modules, "common.fork_server"])
+    vars(sys.modules["__main__"]).setdefault("__spec__", None)  # pdb has removed it
     # It imports from this checkout, not from the current folder.
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
               if path not in ("", str(ROOT))]
@@ -145,6 +146,14 @@ def prepare_start(run_worker: Callable) -> None:
         # them. (Not documented. Without it, an early Ctrl-C shows tracebacks.)
         from multiprocessing import resource_tracker
         resource_tracker.ensure_running()
+
+
+def share_socket_folder() -> None:
+    """Create one folder for the sockets of ranks and their children; this process removes it."""
+    with contextlib.suppress(ImportError, AttributeError):
+        # (Not documented. Without it, a DataLoader's worker that is killed leaves a folder.)
+        from multiprocessing import util
+        util.get_temp_dir()
 
 
 def raise_open_files() -> None:

@@ -3,8 +3,9 @@
     python -m common.judged RESULT.json rpc_rl.main --world_size 3
 
 RESULT.json holds `{"passed": 12}`, the number of comparisons; or `{"findings": [...]}`, those that
-do not hold (`oracle.CheckFailedError`); or `{"failure": "rank 1 (observer1) ...", "kind": 2}` if a
-rank has failed (`launch.Failure`). Without a file, the program has ended in another way.
+failed (`oracle.CheckFailedError`); or `{"failure": "rank 1 raised TypeError", "waited": false,
+"traceback": "..."}` if a rank has failed (`launch.Failure`) or the program of a single process has
+raised an exception. If there is no file, the program has ended in another way.
 """
 
 import faulthandler
@@ -12,9 +13,10 @@ import importlib
 import json
 import signal
 import sys
+import traceback
 from pathlib import Path
 
-from common.launch import RunFailedError
+from common.launch import WAITED, RunFailedError
 from common.oracle import CheckFailedError
 
 
@@ -29,8 +31,12 @@ def main(result: str, module: str, *flags: str) -> None:
         found = {"findings": error.findings}
         raise
     except RunFailedError as error:
-        found = {"failure": f"rank {error.failure.rank} {error.failure.what}",
-                 "kind": error.failure.kind}
+        kind, rank, what, trace = error.failure
+        found = {"failure": f"rank {rank} {what}", "waited": kind == WAITED, "traceback": trace}
+        raise
+    except Exception as error:
+        found = {"failure": f"raised {type(error).__name__}", "waited": False,
+                 "traceback": traceback.format_exc()}
         raise
     finally:
         if found:

@@ -95,8 +95,8 @@ def launch(run_worker: Callable[[int, int, Namespace], dict | None], args: Names
         role_name: `role_name(rank, world_size)`, the name of a rank in messages.
 
     Returns:
-        That dict, with `wall_s` (seconds, including the start), in the process that reports. It
-        is the launcher; under torchrun and in a manual launch, that role's rank. None elsewhere.
+        That dict, with `wall_s` (seconds, including the start), in the reporting process: the
+        launcher, or (under torchrun and in a manual launch) that role's rank. None elsewhere.
 
     Raises:
         RunFailedError: A rank failed; one line has named it. (A `SystemExit` with status 1.)
@@ -115,6 +115,7 @@ def launch(run_worker: Callable[[int, int, Namespace], dict | None], args: Names
         environment.prepare_start(run_worker)
         stacks, writer = connection.Pipe(duplex=False)
         with stopping_all(args) as processes:
+            environment.share_socket_folder()
             # `mp.spawn` is short for start_method="spawn": each process imports torch by itself.
             # With "forkserver", one process imports torch, and all ranks are forked from it.
             job = (run_worker, args, address, environment.of_launcher(), writer)
@@ -151,10 +152,10 @@ def processes_of(start: Future) -> list[BaseProcess]:
 
 
 def in_thread(call: Callable) -> Future:
-    """Call in a thread that no signal interrupts; return the future of its result.
+    """Run `call` in a thread that no signal interrupts; return a future for its result.
 
     Processes that the thread starts inherit the blocked signals. Therefore no process prints a
-    traceback if Ctrl-C comes while it imports torch.
+    traceback if Ctrl-C is pressed while it imports torch.
     """
     future = Future()
 
@@ -247,9 +248,10 @@ def stopping_all(args: Namespace) -> Iterator[list[BaseProcess]]:
     finally:
         handle(handlers, signal.SIG_IGN)  # a second Ctrl-C must not leave a process behind
         stopped = sum(rank.is_alive() for rank in ranks)
-        others = set()
         if interrupted or not ranks:  # the ranks may still start: the fork server must end, too
             others = set(psutil.Process().children(recursive=True)) - before
+        else:
+            others = [child for rank in ranks for child in children_of(rank.pid)]
         for process in [*ranks, *others]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()  # SIGTERM would not end a frozen one
@@ -298,8 +300,8 @@ def run_rank(rank: int, run_worker: Callable, args: Namespace, address: str, lau
         beats.write_result(run_worker(rank, args.world_size, args))
     except BaseException as error:
         beats.write(failure=failure_of(rank, error, args.timeout))
-        end_now(1)
-    end_now(0)
+        end_with_children(1)
+    end_with_children(0)
 
 
 # --- torchrun and manual: this process is one rank
@@ -635,6 +637,22 @@ def report(failure: Failure, states: States, stopped: int = 0) -> None:
 def count(number: int, kind: str = "") -> str:
     """Return "1 other process" or "3 other processes"."""
     return f"{number} {kind}process{'es' if number != 1 else ''}"
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    """Return what a rank has started, such as the workers of a DataLoader."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+def end_with_children(status: int) -> NoReturn:
+    """End this process and its children, which by themselves may never notice that it is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler would raise here
+    for child in children_of(os.getpid()):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    end_now(status)
 
 
 def end_now(status: int) -> NoReturn:

@@ -41,6 +41,8 @@ def run_program(run_worker: Callable[[int, int, Namespace], dict | None], args: 
         SystemExit: 1 after one line if a rank or the check fails.
     """
     program = program_of(run_worker)
+    if not hasattr(sys.modules[run_worker.__module__], run_worker.__name__):
+        run_worker = getattr(program, run_worker.__name__)  # under cProfile, `__main__` is cProfile
     try:
         if args.check:
             result = check(program, args)
@@ -66,9 +68,9 @@ def program_of(run_worker: Callable) -> ModuleType:
 
     Raises:
         SystemExit: 2 after one line, if the program is not a file of a lesson in the checkout of
-            this module. `--check` would judge a different file than the one that was given.
+            this module. Otherwise, `--check` would judge a different file from the given one.
     """
-    file = getattr(sys.modules[run_worker.__module__], "__file__", None)
+    file = run_worker.__globals__.get("__file__")
     if file is None or not Path(file).is_file():
         refuse("the processes must import the program: start it by its file, such as "
                "python rpc_rl/main.py")

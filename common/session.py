@@ -22,8 +22,8 @@ def rpc_options(args: Namespace, num_worker_threads: int = 16) -> "rpc.TensorPip
         args: Parsed flags; `--timeout` limits every call without a timeout of its own.
         num_worker_threads: Number of incoming calls that this process executes at a time.
     """
-    # RPC_TRANSPORTS is the user's, or common/environment.py has set it. (If this private argument
-    # goes, RPC uses all transports that it can, shared memory first.)
+    # The user or common/environment.py sets RPC_TRANSPORTS. (If torch drops this private argument,
+    # RPC uses every transport that it can, shared memory first.)
     more, transports = {}, os.environ.get("RPC_TRANSPORTS")
     if transports and "_transports" in signature(rpc.TensorPipeRpcBackendOptions).parameters:
         more["_transports"] = transports.split(",")
@@ -91,9 +91,9 @@ def device_for(choice: str) -> torch.device:
 
 
 def device_of_group(args: Namespace) -> torch.device:
-    """Return this rank's own GPU, for nccl; the CPU, for gloo, if there are too few GPUs.
+    """Return this rank's own GPU (with nccl), or the CPU (with gloo) if there are too few GPUs.
 
-    Every machine decides for itself: if one machine has too few GPUs, all need `--device cpu`.
+    Every machine decides for itself. If one machine has too few GPUs, all need `--device cpu`.
     """
     device = device_for(args.device)
     return torch.device("cpu") if backend_for(device) == "gloo" else device

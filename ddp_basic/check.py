@@ -72,12 +72,12 @@ def samples_of(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def record_steps(recorder: Recorder) -> list[list[dict]]:
-    """Return a list that grows: for each optimizer of this rank a list with a dict for each step.
+    """Return a growing list: for each optimizer of this rank, a list with one dict per step.
 
-    samples: inputs and labels.
+    samples: Inputs and labels.
     loss: Loss on these samples.
     was loaded: Whether the weights of the DDP model came from a state dict.
-    gradients, weights: Of all parameters of the optimizer, after its step.
+    gradients, weights: Those of all parameters of the optimizer, after its step.
     """
     trainings, optimizers, loaded, step = [], [], [], {}
 
@@ -135,15 +135,13 @@ def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
             return load(file, **options)
 
         metrics = lesson.run_worker(rank, world_size, args)
-    left_behind = any(args.output_dir.glob(".model.*"))
-    return compare(metrics, everyone, left_behind, args) if rank == 0 else None
+    return compare(metrics, everyone, args) if rank == 0 else None
 
 
 # --- compared
 
 
-def compare(metrics: dict, everyone: list[dict], left_behind: bool,
-            args: argparse.Namespace) -> dict:
+def compare(metrics: dict, everyone: list[dict], args: argparse.Namespace) -> dict:
     """Return the findings about `everyone`, which is what each rank recorded."""
     findings = Comparison(f"{args.world_size} processes")
     oracle, losses = single_process(args)
@@ -166,8 +164,6 @@ def compare(metrics: dict, everyone: list[dict], left_behind: bool,
             findings.holds("checkpoint, how it is read", loads == [[[True, True]]] * len(loads),
                            "each rank reads it once, onto its device and with weights_only; "
                            f"[onto its device, weights_only] were {loads}")
-            findings.holds("checkpoint, what is left", not left_behind,
-                           "the file is removed after all ranks have read it")
     return findings.as_dict()
 
 

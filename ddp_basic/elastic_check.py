@@ -120,30 +120,28 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
 
 def compare(metrics: dict, histories: dict[str, list[dict]], everyone: list[dict[str, list]],
             args: Namespace) -> dict:
-    """Return the findings about `everyone`, which is the trainings of each rank."""
+    """Return the findings about `everyone`, the training runs of each rank.
+
+    The whole run must match a single process; the resumed run must match the whole one.
+    """
     findings = Comparison(f"{args.world_size} processes")
     oracle, history = single_process(args)
-    stop = len(oracle[0]) * STOP_AFTER // args.epochs
+    stop, alike = len(oracle[0]) * STOP_AFTER // args.epochs, "nothing depends on the interruption"
 
     def of_ranks(training, name):
         return by_rank([of_rank[training] for of_rank in everyone], name)
 
-    for training, steps, epochs in (("stopped", slice(stop), slice(STOP_AFTER)),
-                                    ("resumed", slice(stop, None), slice(None)),
-                                    ("whole", slice(None), slice(None))):
-        for name in ("images", "labels", "loss", "gradients", "weights", "settings"):
-            findings.close(f"{training}, {name}", of_ranks(training, name),
-                           by_rank(oracle, name)[steps], TOLERANCE, WHY)
-        findings.close(f"{training}, reported history", histories[training], history[epochs],
-                       TOLERANCE, WHY, unit="epoch")
-    for name in ("loss", "gradients", "weights"):
-        findings.equal(f"resumed as if never stopped, {name}", of_ranks("resumed", name),
-                       of_ranks("whole", name)[stop:], "nothing depends on the interruption")
+    for name in ("images", "labels", "loss", "gradients", "weights", "settings"):
+        findings.close(f"whole, {name}", of_ranks("whole", name), by_rank(oracle, name),
+                       TOLERANCE, WHY)
+        findings.equal(f"resumed, {name}", of_ranks("resumed", name),
+                       of_ranks("whole", name)[stop:], alike)
     findings.equal("weights on all ranks", of_ranks("whole", "weights"),
                    by_rank([everyone[0]["whole"]] * args.world_size, "weights"),
                    "compared with rank 0")
-    findings.close("reported loss and accuracy", [metrics["loss"], metrics["test_accuracy"]],
-                   [history[-1]["loss"], history[-1]["accuracy"]], TOLERANCE, WHY, unit="number")
+    findings.close("reported history", metrics["history"], history, TOLERANCE, WHY, unit="epoch")
+    findings.equal("resumed, reported history", histories["resumed"], histories["whole"], alike,
+                   unit="epoch")
     return findings.as_dict()
 
 

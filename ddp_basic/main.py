@@ -20,7 +20,7 @@ over all ranks, so every rank takes the step that one process with all samples w
 
 It ends with: basic, checkpoint, model_parallel on 2 ranks: loss 1.169 -> 0.572
 
-skew.py slows one rank down; pitfalls.py makes four mistakes with DDP; elastic.py survives the death
+skew.py slows one rank down; pitfalls.py makes five mistakes with DDP; elastic.py survives the death
 of a rank.
 """
 

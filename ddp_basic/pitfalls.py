@@ -1,4 +1,4 @@
-r"""Four mistakes with DDP: three end in an error, one trains badly in silence (for 6_3, cell 9).
+r"""Five mistakes with DDP: four end in an error, one trains badly in silence (for 6_3, cell 9).
 
     --kind     the mistake, what it looks like, and its fix
     unused     A step leaves one half of the model unused, so that half gets no gradients. DDP still
@@ -13,6 +13,11 @@ r"""Four mistakes with DDP: three end in an error, one trains badly in silence (
                unused. In `backward()`, the layer's gradients arrive after all, and DDP raises a
                RuntimeError: "Expected to mark a variable ready only once".
                Fix: use_reentrant=False.
+    open_files A DataLoader's worker process sends each tensor as an open file in shared memory.
+               Each rank keeps all batches, until the system refuses another file: a RuntimeError,
+               "Too many open files". The limit is often 1,024 files. Here, a rank may open 16 more
+               than it has.
+               Fix: `tensor.clone()`, a copy in the memory of the rank.
     batchnorm  Each rank has the samples of one class, as in a file that is sorted by class.
                BatchNorm subtracts their mean, which is all that tells the classes apart. There is
                no error: the loss stops near 0.25, the variance of the labels 0 and 1.
@@ -38,14 +43,18 @@ from common.cli import Parser, bounded
 from common.program import role_name, run_program
 from common.session import device_for, group_options
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from ddp_basic.data import toy_samples
 from ddp_basic.main import ToyModel, gpu_of
+
+MORE_FILES = 16  # of `open_files`; a rank that keeps no batch needs about six
 
 
 class TwoHeads(nn.Module):
@@ -130,6 +139,31 @@ def reentrant(rank: int, args: Namespace) -> list[float]:
     return train(ddp_model, [toy_samples(rank, args.seed)] * args.steps, args)
 
 
+def open_files(rank: int, args: Namespace) -> list[float]:
+    """Keep the batches of a DataLoader, then train on them; return this rank's losses.
+
+    Raises:
+        RuntimeError: "Too many open files ...", unless `--fixed`.
+    """
+    import resource  # Windows lacks it, and must reach the line that refuses it
+
+    ddp_model = wrapped(ToyModel(), args)
+    inputs, labels = toy_samples(rank, args.seed)
+    samples = list(zip(inputs, labels, strict=True))
+    # The worker starts with `iter`, so only this process gets the lower limit.
+    loader = iter(DataLoader(samples * args.steps, batch_size=len(samples), num_workers=1,
+                             multiprocessing_context="fork"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = min(soft, psutil.Process().num_fds() + MORE_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        batches = [[tensor.clone() for tensor in batch] if args.fixed else batch
+                   for batch in loader]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return train(ddp_model, batches, args)
+
+
 def batchnorm(rank: int, args: Namespace) -> list[float]:
     """Learn the class of samples when each rank has one class; return this rank's losses."""
     norm = BatchNormOfAllRanks(10) if args.fixed else nn.BatchNorm1d(10)
@@ -140,7 +174,8 @@ def batchnorm(rank: int, args: Namespace) -> list[float]:
     return train(ddp_model, [samples] * args.steps, args)
 
 
-KINDS = {"unused": unused, "uneven": uneven, "reentrant": reentrant, "batchnorm": batchnorm}
+KINDS = {"unused": unused, "uneven": uneven, "reentrant": reentrant, "open_files": open_files,
+         "batchnorm": batchnorm}
 
 
 def wrapped(model: nn.Module, args: Namespace, **options: bool) -> DDP:
@@ -197,7 +232,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`.
+    """Run the program, or with `--check` compare it with a single process.
 
     Returns:
         Metrics (with `--check`, the differences) on the reporting process, None elsewhere.

@@ -1,7 +1,7 @@
 """The oracle of `pitfalls.py`: one process with the samples of all ranks, in float64.
 
-`unused`, `uneven` and `reentrant` end in an error, so only their fixed forms are compared, also
-without `--fixed`. `batchnorm` is compared in the form that the flags ask for.
+`batchnorm` is compared in the form that the flags ask for. All others end in an error, so only
+their fixed forms are compared, also without `--fixed`.
 """
 
 from argparse import Namespace

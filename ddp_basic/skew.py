@@ -142,7 +142,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or `--check`.
+    """Run the program, or with `--check` compare it with a single process.
 
     Returns:
         Metrics (with `--check`, the differences) on the reporting process, None elsewhere.

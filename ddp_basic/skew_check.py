@@ -1,7 +1,7 @@
-"""The oracle of `skew.py`: every step of both trainings, compared with main.py's single process.
+"""Oracle of `skew.py`: every step of both training runs, compared with main.py's single process.
 
 Each rank also records its delays, and whether all ranks had reached the barrier when its clock
-started. Of the times, only one property is compared: the fast ranks wait for the slow one.
+started. The check compares one property of the times only: the fast ranks wait for the slow one.
 """
 
 import argparse
@@ -16,16 +16,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_basic import skew as lesson
-from ddp_basic.check import compare_steps, record_steps
-from ddp_basic.check import single_process as one_training
+from ddp_basic.check import compare_steps, record_steps, single_process
 
 LONGEST_DELAY_S, SHORTEST_DELAY_S = 0.2, 0.1  # below, a delay looks like a busy machine
-
-
-def single_process(args: argparse.Namespace) -> list[list[dict]]:
-    """Train as main.py's oracle, without the delay and with it; return each rank's steps."""
-    steps, _ = one_training(args)
-    return [of_rank * 2 for of_rank in steps]
 
 
 def record(rank: int, world_size: int, args: argparse.Namespace) -> dict | None:
@@ -55,7 +48,8 @@ def compare(metrics: dict, everyone: list[tuple], args: argparse.Namespace) -> d
     """Return the findings about `everyone`, which is what each rank recorded."""
     findings = Comparison(f"{args.world_size} processes")
     steps, together, delays = map(list, zip(*everyone, strict=True))
-    compare_steps(findings, "skew", steps, single_process(args))
+    oracle, _ = single_process(args)
+    compare_steps(findings, "skew", steps, [of_rank * 2 for of_rank in oracle])  # two trainings
     findings.holds("skew, the clocks", together == [[True, True]] * args.world_size,
                    "of all ranks start after one barrier, in both trainings; they did on "
                    f"each rank: {together}")

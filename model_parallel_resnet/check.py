@@ -76,8 +76,8 @@ def train_step(model: nn.Module, pieces: Iterable[torch.Tensor], targets: torch.
     """Make one step of SGD on micro-batches.
 
     Returns:
-        `outputs`, `loss`, and as `{name: tensor}` `gradients`, `weights` and BatchNorm's running
-        `statistics`. The weights change with the next step.
+        `outputs`, `loss`, and three dicts `{name: tensor}`: `gradients`, `weights` and BatchNorm's
+        running `statistics`. The weights change with the next step.
     """
     weights = dict(model.named_parameters())
     outputs = torch.cat([model(piece) for piece in pieces])

@@ -208,7 +208,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> dict | None:
-    """Train, or run `--check`.
+    """Train, or compare with a single process if `--check` is given.
 
     Args:
         argv: Command-line flags, `sys.argv` by default.

@@ -1,7 +1,7 @@
 r"""One model on two devices of one machine, plain and as a pipeline (tutorial 6_2).
 
 A model that does not fit on one device is split over two, and its activations travel between them.
-Then only one device works at a time. If the batch is split into micro-batches as well, both can.
+Then only one device works at a time. Micro-batches let both devices work at the same time.
 
     time            ------------------------------------------------------------------------->
     ModelParallelResNet50: one of the two devices always waits
@@ -13,14 +13,14 @@ Then only one device works at a time. If the batch is split into micro-batches a
       cuda:1        .....[ 1 ][ 2 ][ 3 ][ 4 ][  4   ][  3   ][  2   ][  1   ].........
 
 There is one process and no `launch`. A line of Python only queues a GPU's kernels, so one process
-keeps two GPUs busy. On one device or on CPUs, nothing can overlap. Such a run shows what splitting
-costs, but not what it gains; its first line says so.
+keeps two GPUs busy. On one device or on CPUs, nothing can overlap. Such a run shows the cost of
+splitting, but not its gain; its first line says so.
 
     python model_parallel_resnet/single_machine.py                          two GPUs, or one device
     python model_parallel_resnet/single_machine.py --devices cuda:0 cuda:1  these two
     python model_parallel_resnet/single_machine.py --batch_size 120 --image_size 128 \
         --num_repeat 10 --num_batches 3                                     the tutorial's sizes
-    python model_parallel_resnet/single_machine.py --check                  as an unsplit ResNet50?
+    python model_parallel_resnet/single_machine.py --check                  compare with ResNet50
 
 It ends with, about:
     ResNet50 on one device (cpu): model parallel takes ...% time (tutorial +7%), pipelined ...%

@@ -178,8 +178,6 @@ def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float]:
     found = Comparison("the models on two devices", "an unsplit ResNet50")
     try:
         compare(found, args)
-    except Exception as error:
-        found.holds("run", False, f"raised {repr(error)[:200]}")
     finally:
         torch.set_num_threads(usual)
     return verdict(found.as_dict())

@@ -39,8 +39,6 @@ def compare(metrics: dict, not_waited_for: list[int], args: Namespace) -> dict:
     oracle = {name: rows for demo in chosen
               for name, rows in single_process(args.world_size)[demo].items()}
     ran = {operation["operation"]: operation["rows"] for operation in metrics["operations"]}
-    findings.holds("operations", ran.keys() == oracle.keys(),
-                   f"{len(oracle)} were expected; missing: {[*oracle.keys() - ran.keys()]}")
     for name, theirs in oracle.items():
         rows = ran.get(name, [])
         if name == "barrier":  # how many ranks arrived first is up to the machine
@@ -50,14 +48,13 @@ def compare(metrics: dict, not_waited_for: list[int], args: Namespace) -> dict:
             findings.holds(name, rows in (theirs, gloos),
                            f"the ranks hold {[after for _, after in rows]}")
         elif rows != [[None, None]] * args.world_size:  # a barrier of several machines
-            findings.equal(name, [defined(row) for row in rows], [defined(row) for row in theirs],
-                           "small whole numbers are exact", "rank")
+            findings.equal(name, cells(rows), cells(theirs), "small whole numbers are exact",
+                           "rank")
     findings.holds("requests", not any(not_waited_for),
                    f"requests of isend and irecv without a wait, by rank: {not_waited_for}")
     return findings.as_dict()
 
 
-def defined(row: list) -> dict[str, list[float]]:
-    """Name the two cells of a row, without undefined ones."""
-    cells = zip(("before", "after"), row, strict=True)
-    return {name: cell for name, cell in cells if cell is not None}
+def cells(rows: list[list]) -> list[dict[str, list[float]]]:
+    """Name the two cells of each row; undefined cells become empty."""
+    return [{"before": before or [], "after": after or []} for before, after in rows]

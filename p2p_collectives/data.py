@@ -12,8 +12,8 @@ import torch
 def steps_of_epoch(partitions: Sequence[torch.Tensor], global_batch_size: int) -> list[int]:
     """Compute the number of samples that all ranks together have in each step of an epoch.
 
-    It is `global_batch_size` on average. All ranks have the same number of steps, because a rank
-    with one step more would wait forever. Every rank has a sample in every step.
+    This number is `global_batch_size` on average. All ranks make the same number of steps, because
+    a rank with one more step would wait forever. Every rank has at least one sample in every step.
 
     Args:
         partitions: Positions of each rank's samples.

@@ -84,7 +84,7 @@ def compare_deadlock(findings: Comparison, rank: int, what: str, printed: str, f
 
     Args:
         findings: Receives the findings.
-        rank, what: The named rank, which is a matter of chance, and how it failed.
+        rank, what: The named rank, which differs from run to run, and the words for its failure.
         printed: The output on stderr.
         file: The program.
         args: The parsed flags.

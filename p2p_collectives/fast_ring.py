@@ -66,9 +66,9 @@ class RingAllReduce:
         # before the sum is sent.
         steps = [chunks[rank - step].split(self.segment_size) for step in range(size)]
 
-        # Where messages land, in the order of their arrival: segments alternately in the buffers,
-        # complete chunks in place. A chunk may overwrite numbers that we have sent, before we have
-        # waited for that send: its sum contains them, so they have arrived.
+        # Where messages land, in order of arrival: segments in the two buffers by turns, complete
+        # chunks in place. A complete chunk may overwrite a sent chunk before `wait` for that send:
+        # its sum contains the sent numbers, so they have arrived.
         to_add = itertools.chain.from_iterable(steps[1:])
         landings = deque(buffer[: len(segment)]
                          for buffer, segment in zip(itertools.cycle(self.buffers), to_add))

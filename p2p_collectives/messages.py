@@ -26,10 +26,10 @@ class Request:
 
 
 class Messages:
-    """The messages that this rank sends by `isend`, [receiver, bytes] in order, and its requests.
+    """Messages that this rank sends by `isend`, as [receiver, bytes] in order, and its requests.
 
     Args:
-        recorder: Ends the recording.
+        recorder: Recorder; when it ends, so does this record.
         delay_s: Seconds before each message leaves.
     """
 

@@ -100,10 +100,9 @@ def compare(everyone: list[list], args: Namespace) -> dict:
         if name != "ring_naive":  # in which each rank adds in an order of its own
             hold_equal_ranks(findings, name, sums)
         if name in RINGS:
-            sent = [[call["sent"] for call in of_all] for of_all in zip(*recorded, strict=False)]
-            expected = [[messages_of(name, rank, args.world_size, len(of_call)) for rank in ranks]
-                        for of_call in oracle]
-            findings.equal(f"{name}, bytes sent and to whom", sent, expected,
+            expected = [{f"rank {rank}": messages_of(name, rank, args.world_size, len(of_call))
+                         for rank in ranks} for of_call in oracle]
+            findings.equal(f"{name}, bytes sent and to whom", by_rank(recorded, "sent"), expected,
                            "to the right neighbor only", unit="sum")
     hold_waiting(findings, everyone)
     return findings.as_dict()

@@ -252,7 +252,7 @@ def ring_all_gather(tensor: torch.Tensor) -> None:
 
 def collectives(rank: int, world_size: int,
                 shared: SharedMemory) -> dict[str, dict[str, Callable[[torch.Tensor], object]]]:
-    """Return what is measured: `{collective: {way: function}}`, in place; gloo's function first.
+    """Return the measured in-place functions, `{collective: {variant: function}}`, gloo's first.
 
     `reduce_scatter` leaves the sum in slice r of rank r, and `all_gather` begins with that slice.
     """

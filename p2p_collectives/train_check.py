@@ -26,7 +26,6 @@ from torch.nn import functional as F
 from p2p_collectives import train as tutorial
 
 EPOCHS = 3
-RUNS = {"whole": "", "resumed": "resumed, "}  # and what the names of their findings begin with
 TOLERANCE = 1e-9
 WHY = "float64 sums in another order"
 COMPARED = (  # in each step: what, the tolerance, and why
@@ -38,12 +37,11 @@ COMPARED = (  # in each step: what, the tolerance, and why
 )
 
 
-def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict], int]:
+def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict]]:
     """Train on the samples of all ranks in one batch.
 
     Returns:
-        For each rank its steps, with the names of `COMPARED`; for each epoch what is reported; the
-        number of samples.
+        For each rank its steps, with the names of `COMPARED`; for each epoch what is reported.
     """
     device = device_for(args.device)
     (images, labels), (test_images, test_labels) = (
@@ -72,29 +70,28 @@ def single_process(args: Namespace) -> tuple[list[list[dict]], list[dict], int]:
             with draws[rank].drawing():
                 orders.append(part[torch.randperm(len(part))])
         for step in range(n_steps):
-            pieces, losses = [], []
+            losses = []
             for rank, (part, slices) in enumerate(parts):
                 piece = orders[rank][slices[step]]
                 with draws[rank].drawing():
                     of_samples = -scores(images[piece], 0.5)[range(len(piece)), labels[piece]]
-                pieces.append(piece)
                 losses.append(of_samples)
                 of_epoch[rank] += of_samples.sum().item() / len(part)
+                steps[rank].append({"images": fingerprints(images[piece]),
+                                    "labels": labels[piece].cpu(),
+                                    "loss": of_samples.mean().item()})
             gradients = torch.autograd.grad(torch.cat(losses).mean(), weights)
             with torch.no_grad():
                 for weight, velocity, gradient in zip(weights, velocities, gradients, strict=True):
                     velocity.mul_(0.9).add_(gradient)
                     weight -= args.lr * velocity
-            of_all = {"gradients": flat(gradients), "weights": flat(weights)}
-            for rank, (piece, of_samples) in enumerate(zip(pieces, losses, strict=True)):
-                steps[rank].append({"images": fingerprints(images[piece]),
-                                    "labels": labels[piece].cpu(),
-                                    "loss": of_samples.mean().item(), **of_all})
+            for of_rank in steps:
+                of_rank[-1].update(gradients=flat(gradients), weights=flat(weights))
         with torch.no_grad():
             guesses = torch.cat([scores(some, 0.0).argmax(1) for some in test_images.split(300)])
         epochs.append({"loss": sum(of_epoch) / size, "loss_per_rank": of_epoch,
                        "accuracy": (guesses == test_labels).double().mean().item()})
-    return steps, epochs, len(images)
+    return steps, epochs
 
 
 def pieces_of(rank: int, size: int, n_samples: int, n_steps: int,
@@ -129,15 +126,15 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
     steps, reported, step = {}, {}, {}  # of both runs; the step that is being made
     with Recorder() as recorder:
         recorder.put(tutorial, "load_data", load_float64)
-        everyone = recorder.gather_at_end(lambda: (steps, reported))
+        everyone = recorder.gather_at_end(lambda: steps)
 
         @recorder.around(program, "run")
         def run_twice(original, rank, size, args):
-            for name, flags in zip(RUNS, (args, resuming), strict=True):
+            for name, flags in (("whole", args), ("resumed", resuming)):
                 steps[name] = []
                 torch.manual_seed(rank)  # nothing may depend on earlier random numbers
-                reported[name] = metrics = original(rank, size, flags)
-            return metrics
+                reported[name] = original(rank, size, flags)
+            return reported["whole"]
 
         @recorder.around(F, "nll_loss")
         def noted_loss(original, output, target, **options):
@@ -166,36 +163,29 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
         recorder.on_forward(after=forward)
         recorder.on_step(will_step, stepped)
         program.run_worker(rank, world_size, args)
-    return compare(everyone, args) if rank == 0 else None
+    return compare(everyone, reported, args) if rank == 0 else None
 
 
-def compare(everyone: list[tuple[dict, dict]], args: Namespace) -> dict:
-    """Compare the steps of all ranks, and what rank 0 has reported, with a single process."""
+def compare(everyone: list[dict[str, list]], reported: dict[str, dict], args: Namespace) -> dict:
+    """Compare the steps of all ranks, and what rank 0 has reported.
+
+    The whole run must match a single process; the resumed run must match the whole one.
+    """
     findings = Comparison(f"{args.world_size} processes")
-    oracle, epochs, n_samples = single_process(args)
-    of_epoch = len(oracle[0]) // args.epochs
+    oracle, epochs = single_process(args)
+    of_epoch, alike = len(oracle[0]) // args.epochs, "nothing may depend on the interruption"
 
     def of_ranks(run, name):
-        return by_rank([steps[run] for steps, _ in everyone], name)
+        return by_rank([steps[run] for steps in everyone], name)
 
-    for run, title in RUNS.items():
-        epochs_before = 1 if run == "resumed" else 0
-        reported = everyone[0][1][run]
-        for name, tolerance, because in COMPARED:
-            findings.close(f"{title}{name}", of_ranks(run, name),
-                           by_rank(oracle, name)[epochs_before * of_epoch :], tolerance, because)
-        weights = of_ranks(run, "weights")
-        findings.equal(f"{title}weights on all ranks", weights,
-                       [dict.fromkeys(of_all, of_all["rank 0"]) for of_all in weights],
-                       "compared with those of rank 0")
-        findings.close(f"{title}reported epochs", reported["epochs"], epochs, TOLERANCE, WHY,
-                       unit="epoch")
-        findings.close(f"{title}reported accuracy and samples",
-                       [reported["test_accuracy"], reported["samples"]],
-                       [epochs[-1]["accuracy"], (args.epochs - epochs_before) * n_samples],
-                       TOLERANCE, "accuracy on the test images; each image once per epoch",
-                       unit="number")
-    for name in ("loss", "gradients", "weights"):
-        findings.equal(f"resumed as if never stopped, {name}", of_ranks("resumed", name),
-                       of_ranks("whole", name)[of_epoch:], "nothing may depend on the interruption")
+    for name, tolerance, because in COMPARED:
+        findings.close(name, of_ranks("whole", name), by_rank(oracle, name), tolerance, because)
+        findings.equal(f"resumed, {name}", of_ranks("resumed", name),
+                       of_ranks("whole", name)[of_epoch:], alike)
+    findings.equal("weights on all ranks", of_ranks("whole", "weights"),
+                   by_rank([everyone[0]["whole"]] * args.world_size, "weights"),
+                   "compared with those of rank 0")
+    whole, resumed = reported["whole"]["epochs"], reported["resumed"]["epochs"]
+    findings.close("reported epochs", whole, epochs, TOLERANCE, WHY, unit="epoch")
+    findings.equal("resumed, reported epochs", resumed, whole, alike, unit="epoch")
     return findings.as_dict()

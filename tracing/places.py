@@ -76,7 +76,7 @@ def _bases(path: str) -> dict[str, list[str]]:
 
 
 def cell_of(place: Place) -> list | None:
-    """Find the tutorial's cell of a place: that of the innermost function that has one.
+    """Find the tutorial's cell for a place: the cell of the innermost function that has one.
 
     A method of a subclass belongs to the cell of the method that it overrides.
 

@@ -20,7 +20,7 @@ def save(record: dict, path: Path) -> None:
     """Write the page of a record.
 
     Args:
-        record: What `merge.merged` returns; `failed` in it says that the run has failed.
+        record: Result of `merge.merged`; its entry `failed` says that the run has failed.
         path: Path of the page.
     """
     begin, end = ends_of(record)
