@@ -140,6 +140,8 @@ def compare(metrics: dict, histories: dict[str, list[dict]], everyone: list[dict
                    by_rank([everyone[0]["whole"]] * args.world_size, "weights"),
                    "compared with rank 0")
     findings.close("reported history", metrics["history"], history, TOLERANCE, WHY, unit="epoch")
+    findings.close("reported loss and accuracy", [metrics["loss"], metrics["test_accuracy"]],
+                   [history[-1]["loss"], history[-1]["accuracy"]], TOLERANCE, WHY, unit="number")
     findings.equal("resumed, reported history", histories["resumed"], histories["whole"], alike,
                    unit="epoch")
     return findings.as_dict()

@@ -40,18 +40,20 @@ def record(rank: int, world_size: int, args: Namespace) -> dict | None:
             meeting["sum"] = original(*given)
             return meeting["sum"]
 
-        lesson.run_worker(rank, world_size, args)
-    return compare(everyone, args) if rank == 0 else None
+        metrics = lesson.run_worker(rank, world_size, args)
+    return compare(metrics["meetings"], everyone, args) if rank == 0 else None
 
 
-def compare(everyone: list[dict], args: Namespace) -> dict:
-    """Compare what all ranks recorded of each meeting with a single process."""
+def compare(reported: list[dict], everyone: list[dict], args: Namespace) -> dict:
+    """Compare what all ranks recorded of each meeting, and what is reported, with one process."""
     findings, oracle = Comparison(f"{args.world_size} processes"), single_process(args)
     methods = ["env", "tcp", "file"] if args.method == "all" else [args.method]
     met = [of_rank["method"] for of_rank in everyone]
     findings.holds("methods", met == [method for method in methods for _ in oracle],
                    f"the ranks met by {met}")
-    for method in methods:
+    for method, meeting in zip(methods, reported, strict=True):
+        findings.equal(f"{method}, reported sums", [of_rank["sum"] for of_rank in meeting["ranks"]],
+                       [total for *_, total in oracle], "of each rank", unit="rank")
         run = [[*of_rank["group"], of_rank["sum"]] for of_rank in everyone
                if of_rank["method"] == method]
         findings.equal(f"{method}, group and sum", run, oracle,

@@ -185,6 +185,11 @@ def compare(everyone: list[dict[str, list]], reported: dict[str, dict], args: Na
     findings.equal("weights on all ranks", of_ranks("whole", "weights"),
                    by_rank([everyone[0]["whole"]] * args.world_size, "weights"),
                    "compared with those of rank 0")
+    for run, first in (("whole", 0), ("resumed", of_epoch)):
+        samples = sum(len(step["images"]) for of_rank in oracle for step in of_rank[first:])
+        findings.close(f"{run}, reported accuracy and samples",
+                       [reported[run]["test_accuracy"], reported[run]["samples"]],
+                       [epochs[-1]["accuracy"], samples], TOLERANCE, WHY, unit="number")
     whole, resumed = reported["whole"]["epochs"], reported["resumed"]["epochs"]
     findings.close("reported epochs", whole, epochs, TOLERANCE, WHY, unit="epoch")
     findings.equal("resumed, reported epochs", resumed, whole, alike, unit="epoch")
