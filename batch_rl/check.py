@@ -245,8 +245,10 @@ def compare(metrics: dict, run: list[dict], args: argparse.Namespace) -> dict:
         hold_masks(findings, torch.cat([mask for ep in run for of in ep["masks"].values()
                                         for mask in of]), "states")
     if not args.timed:
-        solved = alone[-1]["running_reward"] > args.reward_threshold
-        findings.holds("end", solved or len(alone) == args.max_episodes,
+        passed = [ep["running_reward"] > args.reward_threshold for ep in alone]
+        solved = passed[-1]
+        findings.holds("end", not any(passed[:-1]) and len(alone) <= args.max_episodes
+                       and (solved or len(alone) == args.max_episodes),
                        f"after {len(alone)} episodes of at most {args.max_episodes}, with a "
                        f"running reward of {alone[-1]['running_reward']:.2f}, solved above "
                        f"{args.reward_threshold:g}")

@@ -12,7 +12,7 @@ from common.lessons import programs
 from tests.mutants import ROOT, Mutant
 from tests.test_checks import NOT_COMPARED, flags_of
 
-ELSEWHERE = ("check", "comparison", "results", "require", "parser", "main", "finish")  # files and functions
+ELSEWHERE = ("check", "comparison", "results", "require", "parse", "main", "finish")  # files and functions
 # What stands in a line whose flag changes no number: a bar, threads, what is made and not used, a shorter
 # way, a rate that each epoch sets anew or that a checkpoint brings, what torch decides by itself; and the
 # synthetic text of rpc_rnn, which its check takes as it is (tests/test_rpc_rnn.py has its seeds).
