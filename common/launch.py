@@ -45,6 +45,7 @@ SILENT_S = 3.5  # a rank that is silent for this long while another rank waits i
 GRACE_S = 4.0  # after a failure that may follow from another rank's, look for the cause this long
 START_S = 60.0  # a process may need this long until its first beat, because it imports torch
 JOIN_S = 8.0  # manual launch: a rank may join this much later than --timeout, for the same reason
+LINGER_S = 4.0  # the rank that must end last waits this long, so that all others read the reason
 DUMP_S = 0.1  # within this time, a rank prints where its threads are
 INNERMOST = "the innermost line first"  # how faulthandler prints a thread
 PIECE = 2**22  # bytes of a result in one value of the store, which refuses 8 MiB
@@ -451,7 +452,7 @@ class Member(Beats):
         # torchrun reports the rank that ends first, and ends all others. In a manual launch, rank 0
         # serves the store, in which the other ranks read this.
         ends_last = not own if self.torchrun else self.rank == 0
-        time.sleep(3 * BEAT_S if ends_last else 0)
+        time.sleep(LINGER_S if ends_last else 0)
         end_now(1)
 
     def leave(self) -> None:
@@ -485,7 +486,7 @@ class Member(Beats):
         environment.remove_half_written(self.args, [os.getpid()])
         print("\ninterrupted", file=sys.stderr, flush=True)
         if self.rank == 0:
-            time.sleep(2 * BEAT_S)  # the other ranks read this in the store, which rank 0 serves
+            time.sleep(LINGER_S)  # the other ranks read this in the store, which rank 0 serves
         end_now(130)
 
 

@@ -155,7 +155,10 @@ def test_stopped_early(moment, method, name, tmp_path):
         nothing_left(one, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "lesson"), [("SIGINT", RL), ("SIGTERM", TRAIN), pytest.param("SIGHUP", RL, marks=slow)])
+UNDER_NOHUP = pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="nohup: SIGHUP is ignored here")
+
+
+@pytest.mark.parametrize(("name", "lesson"), [("SIGINT", RL), ("SIGTERM", TRAIN), pytest.param("SIGHUP", RL, marks=[slow, UNDER_NOHUP])])
 def test_stopped_late(name, lesson, tmp_path):
     with running(script(*forever(f"{lesson.replace('.', '/')}.py", lesson, "--world_size", 3)), tmp_path, until="ep") as one:
         for _ in range(3):  # `timeout` repeats a signal
