@@ -17,7 +17,6 @@ import itertools
 import threading
 import time
 from collections import Counter
-from unittest import mock
 
 from common.recorder import Recorder, named_gradients, named_weights
 
@@ -72,23 +71,8 @@ def change_environments(recorder: Recorder, rank: int) -> None:
 
 def record_races(recorder: Recorder, now: dict) -> None:
     """Let races show from now on, and count in `now["locked"]` the answers sent under the lock."""
-    class GuardedStates(dict):
-        """A dict that can only be changed under the lock."""
-
-        def __init__(self, owner, states):
-            super().__init__(states)
-            self.lock = owner.lock
-
-        def __setitem__(self, ob_id, states):
-            if not self.lock.locked():
-                raise RuntimeError("self.states is changed without self.lock")
-            super().__setitem__(ob_id, states)
-
-    guarded = property(
-        lambda self: vars(self)["guarded"],
-        lambda self, states: vars(self).update(guarded=GuardedStates(self, states)))
     for owner in (lesson.Agent, vector.Group):
-        recorder.enter_context(mock.patch.object(owner, "states", guarded, create=True))
+        recorder.guard(owner, "states")
 
     @recorder.around(torch.futures.Future, "set_result")
     def set_result(original, future, result):

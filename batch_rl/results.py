@@ -133,7 +133,7 @@ def finish(runs: dict[int, dict], args: argparse.Namespace) -> dict:
     args.world_size = max(args.observers) + 1
     print(f"medians of {args.num_episode} episodes of {args.num_steps} steps, environments of an "
           f"observer: {args.envs_per_observer}; start-up and a warm-up episode excluded")
-    print("observers    batched     single      batched       single   speed-up")
+    print("observers    batched     single      batched       single    speedup")
     rows, speedup = [], {}
     for observers, run in runs.items():
         seconds, speeds = {}, {}

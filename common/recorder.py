@@ -57,6 +57,28 @@ class Recorder(contextlib.ExitStack):
 
         return decorate
 
+    def guard(self, owner: type, name: str) -> None:
+        """Let the dict `owner.name` get entries only from the holder of the owner's `lock`.
+
+        Another thread gets a RuntimeError.
+        """
+
+        class Guarded(dict):
+            def __init__(self, entries, lock):
+                super().__init__(entries)
+                self.lock = lock
+
+            def __setitem__(self, key, value):
+                if not self.lock.locked():
+                    raise RuntimeError(f"self.{name} is changed without self.lock")
+                super().__setitem__(key, value)
+
+        place = f"guarded {name}"
+        guarded = property(
+            lambda self: vars(self)[place],
+            lambda self, entries: vars(self).update({place: Guarded(entries, self.lock)}))
+        self.enter_context(mock.patch.object(owner, name, guarded, create=True))
+
     def on_forward(self, before: Callable | None = None, after: Callable | None = None) -> None:
         """Call `before(module, inputs)` and `after(module, inputs, output)` for every module."""
         if before:

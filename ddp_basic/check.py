@@ -24,6 +24,7 @@ from ddp_basic import main as lesson
 
 TOLERANCE = 1e-9
 WHY = "float64 sums in another order"
+SAMPLES = ("inputs of DDP", "labels")
 LATE_S = 0.5  # for so long the checkpoint is missing, then empty, then not yet read
 
 
@@ -53,8 +54,8 @@ def single_process(args: argparse.Namespace) -> tuple[list[list[dict]], list[lis
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight -= args.lr * gradient
         for rank, loss in enumerate(losses[-1].tolist()):
-            steps[rank].append({"samples": samples[rank], "loss": loss, "gradients": gradients,
-                                "weights": copies(weights)})
+            steps[rank].append({"samples": dict(zip(SAMPLES, samples[rank], strict=True)),
+                                "loss": loss, "gradients": gradients, "weights": copies(weights)})
         losses.append(losses_of_ranks())
     return steps, torch.stack(losses).T.tolist()
 
@@ -74,7 +75,7 @@ def samples_of(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 def record_steps(recorder: Recorder) -> list[list[dict]]:
     """Return a growing list: for each optimizer of this rank, a list with one dict per step.
 
-    samples: Inputs and labels.
+    samples: Inputs and labels, by the names of `SAMPLES`.
     loss: Loss on these samples.
     was loaded: Whether the weights of the DDP model came from a state dict.
     gradients, weights: Those of all parameters of the optimizer, after its step.
@@ -86,23 +87,27 @@ def record_steps(recorder: Recorder) -> list[list[dict]]:
         loaded.append(module)
         return load(module, *state, **options)
 
-    def forward(module, inputs, output):
-        if isinstance(module, DDP):
-            step.update({"inputs": copies(inputs[:1]), "was loaded": module in loaded})
-        elif isinstance(module, nn.MSELoss) and torch.is_grad_enabled():
-            step.update({"labels": copies(inputs[1:]), "loss": output.item()})
+    @recorder.around(DDP, "forward")  # a hook would not see a call of `.forward` itself
+    def forward(original, module, *inputs, **options):
+        step.update(zip(SAMPLES[:1], copies([*inputs, *options.values()]), strict=False))
+        step["was loaded"] = module in loaded
+        return original(module, *inputs, **options)
+
+    def measured(module, inputs, output):
+        if isinstance(module, nn.MSELoss) and torch.is_grad_enabled():
+            step.update(zip(SAMPLES[1:], copies(inputs[1:]), strict=False), loss=output.item())
 
     def stepped(optimizer):
         if optimizer not in optimizers[-1:]:
             optimizers.append(optimizer)
             trainings.append([])
         [group] = optimizer.param_groups
-        samples = [*step.pop("inputs", []), *step.pop("labels", [])]
+        samples = {name: step.pop(name) for name in SAMPLES if name in step}
         trainings[-1].append({**step, "samples": samples, "weights": copies(group["params"]),
                               "gradients": copies(p.grad for p in group["params"])})
         step.clear()
 
-    recorder.on_forward(after=forward)
+    recorder.on_forward(after=measured)
     recorder.on_step(after=stepped)
     return trainings
 

@@ -4,9 +4,10 @@
                                     `chapter` is the program); the minutes it takes
     afternoon                       its place on the path of an afternoon, for eight exercises
     target                          the lesson's function: "rpc_rl/main.py::Agent.finish_episode"
-    program, flags                  whose `--check` judges it, and with what flags
-    again                           flags of further runs
-    after                           the command of the real run
+    program, flags, again           the program whose `--check` judges it, and its flags; flags of
+                                    further runs
+    limit                           seconds of a run; less than 60 if a mistake lasts until then
+    after                           the command that shows the lesson at work
     shipped                         what is seen of the untouched stub (see `judging.Verdict.seen`)
     [ja], [en]                      title, task, symptom, hints, why, look, question, answer
     [refused.NAME]                  a name that this exercise does not allow, and why
@@ -15,32 +16,31 @@
                                     and nothing of `unseen` was seen
     [[right]]                       an answer in another style, which passes
     [[cases]]                       predict: arguments, flags of a run, `measured`, an expression
-    relative, absolute              predict: the tolerance
+    tolerance                       predict: an expression, too
     solution                        predict: the answer
 """
 
 import ast
 import functools
-import json
-import shutil
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import ROOT
-from common.report import replacing
 
 HERE = Path(__file__).parent
 LANGUAGES = ("ja", "en")
 WORDS = tomllib.loads(HERE.joinpath("words.toml").read_text(encoding="utf-8"))
+DEFAULTS = {"cell": None, "afternoon": None, "flags": [], "again": [], "limit": 60, "refused": {},
+            "right": [], "tolerance": "0"}
 
 
 def say(key: str, language: str, **values: object) -> str:
     """Return the words of a key of words.toml, its braces filled; a dict has both languages."""
     said = {name: value[language] if isinstance(value, dict) else value
             for name, value in values.items()}
-    return WORDS[key][language].format(**said)
+    return WORDS[language][key].format(**said)
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ class Exercise:
     @property
     def function(self) -> str:
         """Name of the learner's function."""
-        if self.kind == "predict":
-            return "predict"
-        return self.target.partition("::")[2].split(".")[-1]
+        return "predict" if self.kind == "predict" else self.target.split(":")[-1].split(".")[-1]
 
     @property
     def stub(self) -> Path:
@@ -106,75 +104,7 @@ def place_of(text: str, qualified: str) -> tuple[int, int, int]:
 
 
 @functools.cache
-def exercises() -> list[Exercise]:
-    """Return all exercises, in order."""
-    return [Exercise(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
-            for path in sorted(HERE.joinpath("texts").glob("[0-9][0-9]_*.toml"))]
-
-
-def named(word: str) -> Exercise | None:
-    """Return the exercise of a number or a name, "8" or "08_average_gradients"."""
-    number = word.zfill(2) if word.isdigit() else Path(word).stem
-    return next((one for one in exercises() if number in (one.number, one.name)), None)
-
-
-class Desk:
-    """The learner's files, and what is solved, in a folder.
-
-    Args:
-        folder: By default `exercises/` itself.
-    """
-
-    def __init__(self, folder: Path = HERE) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def file(self, exercise: Exercise) -> Path:
-        """Return the learner's file; if it is missing, make it from the stub."""
-        path = self.folder / f"{exercise.name}.py"
-        if not path.exists():
-            shutil.copyfile(exercise.stub, path)
-        return path
-
-    def reset(self, exercise: Exercise) -> Path:
-        """Bring the stub back; the learner's text stays beside it, as NN_name.py.old."""
-        path = self.file(exercise)
-        path.replace(path.with_suffix(".py.old"))
-        self.change(exercise, hints=0, tries=0)
-        return self.file(exercise)
-
-    def progress(self, exercise: Exercise) -> dict:
-        """Return `solved`, the number of `hints` given, of wrong `tries` of a prediction."""
-        nothing = {"solved": False, "hints": 0, "tries": 0}
-        return nothing | self._read("progress").get(exercise.name, {})
-
-    def change(self, exercise: Exercise, **new: object) -> None:
-        """Change what `progress` returns."""
-        self._write("progress", exercise.name, self.progress(exercise) | new)
-
-    def measured(self, key: str) -> dict | None:
-        """Return the metrics kept under a key (`keep_measured`), or None."""
-        return self._read("measured").get(key)
-
-    def keep_measured(self, key: str, metrics: dict) -> None:
-        """Keep the metrics of a run that does not depend on the learner's answer."""
-        self._write("measured", key, metrics)
-
-    def next_unsolved(self, after: Exercise | None = None) -> Exercise | None:
-        """Return the first unsolved exercise (after another one), or None."""
-        order = exercises()
-        start = order.index(after) + 1 if after else 0
-        return next((one for one in order[start:] + order[:start]
-                     if not self.progress(one)["solved"]), None)
-
-    def _read(self, what: str) -> dict:
-        try:
-            found = json.loads(self.folder.joinpath(f".{what}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    def _write(self, what: str, key: str, value: dict) -> None:
-        with replacing(self.folder / f".{what}.json") as temporary:
-            text = json.dumps(self._read(what) | {key: value}, indent=1)
-            temporary.write_text(text, encoding="utf-8")
+def exercises() -> dict[str, Exercise]:
+    """Return all exercises by their numbers, in order."""
+    return {path.stem[:2]: Exercise(path.stem, DEFAULTS | tomllib.loads(path.read_text("utf-8")))
+            for path in sorted(HERE.glob("texts/*.toml"))}

@@ -140,7 +140,7 @@ def rows_of(seconds: list[list[float]], idle: list[list[list[float]]],
 
 def table(rows: list[dict]) -> list[str]:
     """Return a heading, and one line for each number of micro-batches."""
-    head, line = "splits   s/batch   speed-up   ideal", (
+    head, line = "splits   s/batch    speedup   ideal", (
         "{num_split:6}   {median_s:7.2f}   {speedup:8.2f}   {ideal:5.2f}")
     if "idle_share" in rows[0]:
         head, line = f"{head}   idle", f"{line}   {{idle_share:4.0%}}"

@@ -37,10 +37,13 @@ class Messages:
         self.requests, self.sent = [], []
 
         @recorder.around(dist, "isend")
-        def isend(original, tensor, dst=None, *group, **options):
+        def isend(original, tensor, dst=None, group=None, tag=0, group_dst=None):
             time.sleep(delay_s)
-            self.sent.append([dst, tensor.nbytes])
-            self.requests.append(Request(original(tensor, dst, *group, **options)))
+            # `send` and P2POp give the receiver's rank in the group.
+            to = dst if group_dst is None else dist.get_global_rank(group or dist.group.WORLD,
+                                                                   group_dst)
+            self.sent.append([to, tensor.nbytes])
+            self.requests.append(Request(original(tensor, dst, group, tag, group_dst)))
             return self.requests[-1]
 
         @recorder.around(dist, "irecv")

@@ -147,6 +147,7 @@ def record_trainer(recorder: Recorder) -> None:
 
 def record_server(recorder: Recorder, recording: SimpleNamespace) -> None:
     """Record each addition and each step; let all trainers into the server at the same time."""
+    recorder.guard(lesson.BatchUpdateParameterServer, "arrived")
 
     @recorder.around(lesson, "run_ps")
     def run_ps(original, server, args):
@@ -195,8 +196,9 @@ def compare(recording: SimpleNamespace, measured: dict, args: Namespace) -> dict
     findings.close("statistics", seen("statistics"), [running[:-1] for _ in plans], 1e-9,
                    f"BatchNorm's, the mean over the trainers; {BECAUSE}", "trainer")
     outside = recording.locked.count(False)
-    findings.holds("additions", recording.locked and not outside, f"{len(recording.locked)}, while "
-                   f"all trainers send at once: {outside} of these without the lock")
+    findings.holds("additions", recording.locked and not outside,
+                   f"{len(recording.locked)} additions to self.sums were seen, {outside} of them "
+                   "without self.lock; all trainers send at once")
     losses = [[of_update["loss"] for of_update in trainer["updates"]] for trainer in trainers]
     findings.close("losses", losses, list(zip(*alone["losses"], strict=True)), 1e-9, BECAUSE,
                    "trainer")

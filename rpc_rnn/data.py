@@ -50,8 +50,8 @@ class MarkovChain:
     def pairs(self) -> np.ndarray:
         """Return the long-run frequency of each pair of tokens: (ntoken, ntoken), sum 1."""
         n = len(self.next_token)
-        # The chain moves from pair (a, b) to pair (b, c). In the long run, a step changes no
-        # frequency: pairs @ step = pairs.
+        # The chain moves from pair (a, b) to pair (b, c). In the long run, a step leaves all
+        # frequencies as they are: pairs @ step = pairs.
         step = np.einsum("abc,bd->abdc", self.next_token, np.eye(n)).reshape(n * n, n * n)
         equations = np.vstack([step.T - np.eye(n * n), np.ones(n * n)])
         pairs, *_ = np.linalg.lstsq(equations, np.append(np.zeros(n * n), 1), rcond=None)

@@ -12,8 +12,6 @@ from torch.distributed import rpc
 
 from rpc_rnn.data import Language, get_next_batch
 
-# RPC round trips of a step: forward, backward, optimizer step, release of the context.
-ROUND_TRIPS = 2 + 3 + 1 + 1
 SAMPLE_LENGTH = 200  # characters of generated text
 LARGEST_LOSS = 700  # nats; the exponential of a larger loss overflows a float
 WORDS = {
@@ -132,7 +130,6 @@ def summary(history: History, model: nn.Module, language: Language, args: Namesp
             "floor_without_memory": language.floor_without_memory,
             "perplexity": math.exp(val_loss),
             "steps_per_s": report.per_second(history.steps, history.clock.seconds),
-            "rpc_round_trips_per_step": ROUND_TRIPS,
             **({"sample": generate(model, language, args.seed)} if args.corpus else {})}
 
 
@@ -147,8 +144,8 @@ def finish(metrics: dict, args: Namespace) -> dict:
         print(f"\n{metrics['sample']}\n")
     before, after = metrics["initial_val_loss"], metrics["epochs"][-1]["val_loss"]
     floor = "" if args.corpus else f" (the source's entropy is {metrics['entropy_floor']:.2f})"
-    speed = (f"{metrics['steps_per_s']:.0f} steps/s, {ROUND_TRIPS} RPC round trips a step"
-             if metrics["steps_per_s"] else "nothing left to train")
+    speed = (f"{metrics['steps_per_s']:.0f} steps/s" if metrics["steps_per_s"]
+             else "nothing left to train")
     print(f"loss {before:.2f} -> {after:.2f}{floor} | "
           f"validation perplexity {metrics['perplexity']:.2f} | {speed}")
     return metrics

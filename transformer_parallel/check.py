@@ -28,7 +28,7 @@ from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from transformer_parallel import experts, results, ring_attention, zero
+from transformer_parallel import experts, results, ring_attention, tensor_parallel, zero
 from transformer_parallel import main as data_parallel
 from transformer_parallel.main import Way
 from transformer_parallel.model import Transformer, unit_of
@@ -292,7 +292,8 @@ class Watch:
     Attributes:
         figures: Largest bytes of a unit's weights and gradients in ZeRO; of the last step, the
             `losses` computed, the gradients computed while a bucket is on its way, the hops of a
-            ring during attention, and the messages that the rank did not wait for.
+            ring during attention, the gradients that the backward of tensor_parallel.py's `Copy`
+            has changed in place, and the messages that the rank did not wait for.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -317,6 +318,13 @@ class Watch:
         def loss(original, way, *piece):
             self.step["losses"] += 1
             return original(way, *piece)
+
+        @recorder.around(tensor_parallel.Copy, "backward")
+        def backward(original, ctx, gradient):
+            before = gradient.clone()
+            result = original(ctx, gradient)
+            self.step["gradients changed"] += not torch.equal(gradient, before)
+            return result
 
         @recorder.around(ring_attention, "start_hop")
         def start_hop(original, *tensors):
@@ -485,6 +493,8 @@ def hold_costs(findings: Comparison, way: str, reported: list[dict], args: Names
     if args.program == data_parallel.__name__:
         equal("backwards", args.accumulate, "of --accumulate, in the last step",
               [rank["figures"]["losses"] for rank in reported])
+    if any("gradients changed" in rank["figures"] for rank in reported):
+        equal("gradients changed", 0, "autograd may use them elsewhere")
     if way not in program.COSTS:  # PyTorch's built-in version
         return
     with default_dtype(torch.float32 if way in MIXED else torch.float64):

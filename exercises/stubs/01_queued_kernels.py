@@ -17,13 +17,13 @@ def time_training(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor,
 
     `args.devices`は2つのデバイスで、モデルの半分ずつがあります。`train`は数ステップ訓練し、損失
     （テンソル）のリストを返します。`synchronize`は、渡したリストのデバイスの計算が終わるまで待ちます。
-    時計は`time.perf_counter()`で読みます。検証はこの名前を見ています。
+    検証は`time.perf_counter()`、`synchronize`、`train`の呼び出しを見ています。
 
     Time a training run; return the seconds and the losses. It contains one mistake.
 
     `args.devices` are two devices, each with one half of the model. `train` makes some steps and
     returns a list of losses (tensors). `synchronize` waits until all devices of a list have
-    finished. Read the clock with `time.perf_counter()`: the check watches this name.
+    finished. The check watches the calls of `time.perf_counter()`, `synchronize` and `train`.
     """
     synchronize(args.devices)
     start = time.perf_counter()

@@ -17,13 +17,14 @@ from rpc_rl.results import ENV_NAME
 def __init__(self, world_size: int, args: argparse.Namespace) -> None:
     """エージェントをランク0に作ります。オブザーバーはランク1からです。どこかに誤りがあります。
 
-    `self.generators`は、オブザーバーのid（ランク）をキーとする、乱数生成器の辞書です。環境の最初の状態は、
-    この生成器から決まります。`fast.py`では、アクションもこの生成器から決まります。
+    `self.generators`は、オブザーバーのid（ランク）をキーとする、乱数生成器の辞書です。各エピソードの最初の状態は、
+    この生成器から決まります。検証に使う`fast.py`では、アクションもこの生成器から決まります。
 
     Create the agent on rank 0; the observers start at rank 1. There is a mistake in here.
 
     `self.generators` maps the id of each observer, which is its rank, to a random number generator.
-    The generator decides the first state of the environment, and in `fast.py` also the actions.
+    The generator decides the first state of each episode. In `fast.py`, whose `--check` judges this
+    exercise, it also decides the actions.
     """
     self.args = args
     self.device = device_for(args.device)

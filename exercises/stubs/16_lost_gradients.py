@@ -16,6 +16,8 @@ def update_and_fetch_model(self, rank: int, grads: list[torch.Tensor]) -> Future
 
     RPCが、サーバーの複数のスレッドから同時に呼びます。
     self.sums: 和を入れるテンソルのリスト。モデルの`.grad`とメモリーを共有しています。
+    self.arrived: 勾配が届いた時刻の辞書。キーはトレーナーのランクです。
+    self.lock: `self.sums`と`self.arrived`を守るロック。
     self.batch_update_size: トレーナーの数。
     rank: 呼び出したトレーナーのランク。
     grads: 全パラメーターの勾配と、BatchNormの移動統計量。
@@ -25,6 +27,8 @@ def update_and_fetch_model(self, rank: int, grads: list[torch.Tensor]) -> Future
 
     RPC calls this in several threads of the server at the same time.
     self.sums: Tensors for the sums. They share their memory with the `.grad` of the model.
+    self.arrived: Dict of the times at which gradients arrived, by the trainer's rank.
+    self.lock: Lock that protects `self.sums` and `self.arrived`.
     self.batch_update_size: Number of trainers.
     rank: Rank of the trainer that calls.
     grads: Gradients of all parameters, then BatchNorm's running statistics.

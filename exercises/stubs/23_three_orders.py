@@ -10,7 +10,7 @@ def predict(schedule, n_ranks, micro_batches, what):
     micro_batches: マイクロバッチの数m。
     what: "bubble"なら、1つのランクが待っている時間が全体の時間に占める割合（0〜1）。
         "in flight"なら、フォワードパスが終わり、バックワードパスがまだのマイクロバッチの数
-        （一番多いときの、一番多いランクの値）。
+        （最も多いときの、最も多いランクの値）。
     バックワードパスにはフォワードパスの2倍の時間がかかり、通信には時間がかからないとします。
 
     Predict the bubble of a pipeline, or the number of micro-batches that it holds.

@@ -16,7 +16,7 @@ MUTANTS = [
     mutant("last micro-batch forgotten",
            "        s_prev = self.seq2(s_prev)\n        ret.append(self.fc(s_prev.flatten(1)))\n"
            "        return torch.cat(ret)",
-           "        return torch.cat(ret)", "run"),
+           "        return torch.cat(ret)", "raised RuntimeError"),
     mutant("number of splits for their size", "split(self.split_size, dim=0)",
            "chunk(self.split_size, dim=0)", "weights"),
     mutant("gradients stop between the halves",
@@ -41,7 +41,7 @@ MUTANTS = [
            "                pipeline.split_size = split_size\n"
            "                seconds, losses = time_training(model, inputs, labels, args)\n",
            "                seconds, losses = time_training(model, inputs, labels, args)\n"
-           "                pipeline.split_size = split_size\n", "weights|run"),
+           "                pipeline.split_size = split_size\n", "weights|raised"),
     mutant("clock read before the devices are done",
            "    synchronize(args.devices)  # Tutorial: the clock was read while kernels were still queued.\n",
            "", "clock"),
