@@ -26,6 +26,7 @@ import psutil
 from exercises.catalog import Exercise, place_of, say
 
 WAIT_S = 8.0  # what a rank may wait for another one: on two cores no exercise needs half of it
+SHOW_S = 5.0  # within this time, a process on a busy machine begins to show where it is
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.md")
 FRAME = re.compile(r'File "([^"]+)", line (\d+),? in ([\w<>.]+)')  # of Python, of faulthandler
 NOT_SHOWN = re.compile(r"/common/|check\.py|recording\.py")  # files of the copy that judge
@@ -178,10 +179,15 @@ def run(command: list, folder: Path, limit_s: float) -> tuple[int | None, str]:
         except subprocess.TimeoutExpired:
             status = None
             launcher = psutil.Process(process.pid)
-            for one in [*launcher.children(recursive=True)[::-1], launcher]:  # the ranks first
-                with contextlib.suppress(psutil.Error):
-                    one.send_signal(signal.SIGUSR1)
-            time.sleep(1.0)
+            for asked in (launcher.children(recursive=True), [launcher]):  # the ranks first
+                shown, before = time.monotonic() + SHOW_S, os.fstat(output.fileno()).st_size
+                for one in asked:
+                    with contextlib.suppress(psutil.Error):
+                        one.send_signal(signal.SIGUSR1)
+                while (asked and time.monotonic() < shown
+                       and os.fstat(output.fileno()).st_size == before):
+                    time.sleep(0.1)
+                time.sleep(0.5)  # the rest of what is printed
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
