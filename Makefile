@@ -1,5 +1,5 @@
-# make demo         CartPole over RPC, trained until solved (two to six minutes on 2 cores, after the installation)
-# make test         the test suite on the CPU (six minutes on 2 cores), without the tests marked slow
+# make demo         CartPole over RPC, trained until solved (two to five minutes on 2 cores, after the installation)
+# make test         the test suite on the CPU (five minutes on 2 cores), without the tests marked slow
 # make quick        the tests to run after each edit (half a minute)
 # make learn        the workbook: write a part of a lesson, and the lesson's check judges it (exercises/README.md)
 # make learn-check  does every exercise fail as shipped and pass when it is solved?
