@@ -263,7 +263,7 @@ def compare(metrics: dict, run: list[dict], args: argparse.Namespace) -> dict:
 
 
 def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
-    """Print each comparison of a short run; return `{what: difference}` where it is reported.
+    """Check a short run; return `{name: difference}` on the reporting process.
 
     A program of this folder trains if it has `train`; otherwise it times episodes.
     """

@@ -100,9 +100,9 @@ def write(page: Path, **parts: list[str]) -> None:
     """Write the lines of each part between its markers: `<!-- table -->` and `<!-- end -->`."""
     text = page.read_text(encoding="utf-8")
     for name, lines in parts.items():
-        before, _, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition("<!-- end -->\n")
-        text = "\n".join([f"{before}<!-- {name} -->\n", *lines, f"\n{end}{after}"])
+        before, rest = text.split(f"<!-- {name} -->\n")
+        _, after = rest.split("<!-- end -->\n", 1)
+        text = "\n".join([f"{before}<!-- {name} -->\n", *lines, f"\n<!-- end -->\n{after}"])
     page.write_text(text, encoding="utf-8")
 
 

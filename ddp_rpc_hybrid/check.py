@@ -269,6 +269,6 @@ def epochs_of(steps: list[list[dict]]) -> list[dict[str, float]]:
 
 
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
-    """Print each comparison of a short run; return `{what: difference}` where it is reported."""
+    """Check a short run; return `{name: difference}` on the reporting process."""
     args.epochs, args.num_embeddings = EPOCHS, min(args.num_embeddings, MOST_ROWS)
     return verdict(launch(record, args, program.role_name))

@@ -138,6 +138,6 @@ def compare(metrics: dict, everyone: list[dict], args: Namespace) -> dict:
 
 
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
-    """Print each comparison of a short run; return `{what: difference}` where it is reported."""
+    """Check a short run; return `{name: difference}` on the reporting process."""
     args.epochs, args.num_embeddings = EPOCHS, min(args.num_embeddings, MOST_ROWS)
     return verdict(launch(record, args, lesson.role_name))

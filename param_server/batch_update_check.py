@@ -223,7 +223,7 @@ def compare(recording: SimpleNamespace, measured: dict, args: Namespace) -> dict
 
 
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
-    """Print each comparison of a short run; return `{what: difference}` where it is reported."""
+    """Check a short run; return `{name: difference}` on the reporting process."""
     args.num_updates = UPDATES
     args.batch_size = min(args.batch_size, BATCH_SIZE)
     args.image_size = min(args.image_size, IMAGE_SIZE)

@@ -441,7 +441,7 @@ def compare_metrics(findings: Comparison, alone: dict, stepped: list[tuple[int, 
 
 
 def check(program: ModuleType, args: Namespace) -> dict[str, float] | None:
-    """Print each comparison of a short run; return `{what: difference}` where it is reported."""
+    """Check a short run; return `{name: difference}` on the reporting process."""
     args.batch_size = min(args.batch_size, BATCH_SIZE)
     worker = functools.partial(record, program.__name__)
     return verdict(launch(worker, args, program.role_name))

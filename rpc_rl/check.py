@@ -231,7 +231,7 @@ def compare(metrics: dict, run: list[dict], args: argparse.Namespace) -> dict:
 
 
 def check(program: ModuleType, args: argparse.Namespace) -> dict[str, float] | None:
-    """Print each comparison of a short run; return `{what: difference}` where it is reported."""
+    """Check a short run; return `{name: difference}` on the reporting process."""
     flags = argparse.Namespace(**vars(args), program=program.__name__,
                                fast=program.__name__ == FastAgent.__module__)
     flags.total_steps_per_episode = min(args.total_steps_per_episode,
