@@ -374,9 +374,13 @@ class Beats(threading.Thread):
         self.state = {"beat": 0, "left": False, "failure": None, "pieces": 0}
 
     def write(self, **changes: object) -> None:
-        """Write the state with `changes`, and wait until the store has it."""
+        """Write the state with `changes`, and wait until the store has it; a first failure stays.
+
+        (After Ctrl-C, `run_worker` may still raise, because the other ranks have ended.)
+        """
         with self.lock:
-            self.state |= {"beat": self.state["beat"] + 1, **changes}
+            first = self.state["failure"] or changes.get("failure")
+            self.state |= {"beat": self.state["beat"] + 1, **changes, "failure": first}
             self.store.set(f"state {self.rank}", json.dumps(self.state))
             self.store.check([f"state {self.rank}"])  # `set` itself does not wait
 

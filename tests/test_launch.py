@@ -3,12 +3,14 @@
 import ast
 import contextlib
 import itertools
+import json
 import os
 import re
 import shutil
 import signal
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 from common import cli, environment, launch
@@ -340,6 +342,15 @@ def test_the_cause_comes_before_silence_before_notices(monkeypatch):
     assert states.verdict()[:3] == (SILENT, 1, "has not answered for 9 s")
     states.found.append(Failure(CAUSE, 2, "was killed by SIGKILL"))
     assert states.verdict() == states.found[0]
+
+
+def test_the_first_failure_of_a_rank_stays(tmp_path):
+    """After Ctrl-C in a manual launch, a rank still raises what follows from the end of the others."""
+    store = dist.HashStore()
+    beats = launch.Beats(store, 0, Namespace(output_dir=tmp_path))
+    beats.write(failure=Failure(CAUSE, 0, "was interrupted"))
+    beats.write(failure=Failure(LOST, 0, "raised RuntimeError"))
+    assert json.loads(store.get("state 0"))["failure"] == [CAUSE, 0, "was interrupted", ""]
 
 
 # --- the state of a rank
