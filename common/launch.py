@@ -126,7 +126,7 @@ def launch(run_worker: Callable[[int, int, Namespace], dict | None], args: Names
             failure, others = watch_processes(processes, states, stacks)
             result = None if failure else states.result()
         if failure:
-            report(failure, states, others)
+            print_failure(failure, states, others)
             raise RunFailedError(failure)
     return None if result is None else {**result, "wall_s": time.perf_counter() - started}
 
@@ -451,7 +451,7 @@ class Member(Beats):
             # each machine if the store does not answer.
             if not self.torchrun or self.states.is_cut_off() or self.store.add("told", 1) == 1:
                 shown = own or self.torchrun
-                report(failure if shown else failure._replace(traceback=""), self.states)
+                print_failure(failure if shown else failure._replace(traceback=""), self.states)
         environment.remove_half_written(self.args, [os.getpid()])
         # torchrun reports the rank that ends first, and ends all others. In a manual launch, rank 0
         # serves the store, in which the other ranks read this.
@@ -631,7 +631,7 @@ def failure_of(rank: int, error: BaseException, timeout: float) -> Failure:
 # --- what the user sees
 
 
-def report(failure: Failure, states: States, stopped: int = 0) -> None:
+def print_failure(failure: Failure, states: States, stopped: int = 0) -> None:
     """Print the traceback of a failure and its one line; `stopped` counts the other processes."""
     more = f"; stopped {count(stopped, 'other ')}" if stopped else ""
     line = f"error: {states.name(failure.rank)} {failure.what}{more}\n"

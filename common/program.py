@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from common.launch import ROOT, end_now, launch
+from common import ROOT
+from common.launch import end_now, launch
 from common.limits import refuse
 
 import torch.distributed as dist

@@ -13,7 +13,8 @@ from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
-from common.launch import ROOT, RunFailedError, launch
+from common import ROOT
+from common.launch import RunFailedError, launch
 from common.oracle import Comparison, verdict
 from common.report import log
 

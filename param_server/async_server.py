@@ -5,7 +5,7 @@ weights and computes with the copies. The backward needs only these copies, so o
 step before it.
 
 What it gains: with four trainers 725 samples/s in place of 492 (`--world_size 5`, on 2 cores;
-docs/results/param_server_4.json, param_server_4_lock.json).
+docs/results/param_server_4_async.json, param_server_4.json).
 What it costs: the copies, and staleness. When a gradient is applied, other trainers have changed
 the weights since they were read: N equally fast trainers make about N-1 steps in between. A larger
 staleness needs a smaller `--lr`; eight trainers may diverge with the default. The server counts it:

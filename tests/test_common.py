@@ -294,11 +294,10 @@ def tables():
     files = [str(path.relative_to(ROOT)) for lesson in lessons() for path in (ROOT / lesson.folder).glob("*results.py")]
     for path in [*files, "tracing/timeline.py", "common/picture.py"]:
         module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-        for name in ("WORDS", "TIMELINE_TITLE", "CAPTIONS"):
-            for table in found(getattr(module, name, None)):
-                # A title alone is a text, not a dict of them.
-                yield path, {language: {"title": texts} if isinstance(texts, str) else texts
-                             for language, texts in table.items()}
+        for table in found({name: value for name, value in vars(module).items() if name.isupper()}):
+            # A text or several texts alone are no dict of them.
+            yield path, {language: texts if isinstance(texts, dict) else dict(enumerate([texts] if isinstance(texts, str) else texts))
+                         for language, texts in table.items()}
 
 
 def blanks(text):

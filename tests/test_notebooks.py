@@ -101,6 +101,7 @@ def test_the_badge_opens_this_notebook(path):
     assert badge == COLAB + (f"{there}/blob/main/notebooks/{path.name}" if there else "")
 
 
+@pytest.mark.quick
 def test_every_lesson_has_its_section():
     """In the order of the map: a section with its chapter, a command of the pages, `--check`, a picture, a question."""
     sections = re.findall(r"\| (6_\d+) \| \[(\w+)\]", cells_of(ENGLISH)[0].source)

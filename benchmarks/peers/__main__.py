@@ -3,9 +3,9 @@
 Each runs as a command of its own, in turns, with other random numbers in each round. Counted are
 the seconds from its start until it says that it has solved CartPole, imports and processes
 included. The others have environments of their own, which are made here at the first time (pinned
-versions in torchrl.txt, sample_factory.txt, envpool.txt; 2 GB). The programs with_torchrl.py and
+versions in torchrl.txt, sample_factory.txt; 2 GB). The programs with_torchrl.py and
 with_sample_factory.py have the settings that their makers, or the RL Baselines3 Zoo, publish for
-CartPole. with_envpool.py is one_process.py with the environments of EnvPool, and the rest as it is.
+CartPole.
 
     python -m benchmarks.peers                 five rounds
     python -m benchmarks.peers --only batch_rl torchrl --rounds 1
@@ -33,17 +33,11 @@ from benchmarks.peers import environments
 from benchmarks.peers.environments import HERE, ROOT, python_of
 
 LIMIT_S = 600  # of one run
-TRAIN = "--mode train --num_envs 128 --lr 0.02"
-OURS = {  # the commands of this repository, without --seed and --output_dir
-    "batch_rl": "batch_rl/until_solved.py",
-    "one_process": f"-m benchmarks.one_process {TRAIN}",
-    "envpool": f"-m benchmarks.peers.with_envpool {TRAIN}",
-}
+OURS = {"batch_rl": "batch_rl/until_solved.py"}  # a program of this repository
 PEERS = {  # name: (program, which takes the seed; requirements)
     "torchrl": ("with_torchrl.py", "torchrl.txt"),
     "sample_factory": ("with_sample_factory.py", "sample_factory.txt"),
 }
-REQUIREMENTS = {"envpool": "envpool.txt", **{name: peer[1] for name, peer in PEERS.items()}}
 
 
 def ours(python, command, seed, folder):
@@ -54,8 +48,7 @@ def ours(python, command, seed, folder):
                    env=environments.ours())
     seconds = time.time() - started
     metrics = json.loads(Path(folder, "metrics.json").read_text(encoding="utf-8"))
-    (row,) = metrics.get("rows", [metrics])  # one_process has a row for each number of environments
-    return (seconds, row["env_steps"]) if row["solved"] else None
+    return (seconds, metrics["env_steps"]) if metrics["solved"] else None
 
 
 def peers(python, program, seed, folder):
@@ -98,8 +91,8 @@ def main(argv=None):
     """Print the table and write metrics.json."""
     args = build_parser().parse_args(argv)
     require_writable_folder("--output_dir", args.output_dir)
-    pythons = {name: python_of(REQUIREMENTS[name], args.environments.resolve())
-               if name in REQUIREMENTS else sys.executable for name in args.only}
+    pythons = {name: python_of(PEERS[name][1], args.environments.resolve())
+               if name in PEERS else sys.executable for name in args.only}
     runs = {name: [] for name in args.only}
     with report.progress(args.rounds * len(runs), "run") as bar:
         for seed in range(args.rounds):
