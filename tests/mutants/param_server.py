@@ -115,5 +115,5 @@ MUTANTS = [
     mutant("the mean over the values, not the gradients", "param_server/results.py",
            "sum(ages) / len(ages) if", "sum(counts) / len(counts) if", check="staleness", program=ASYNC),
     mutant("the asynchronous server without copies", ASYNC,
-           "name: param.clone() for", "name: param for", check="error|gradients"),
+           "name: param.clone() for", "name: param for", check="error|staleness"),
 ]
